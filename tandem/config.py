@@ -1,0 +1,97 @@
+"""Configuration of a service: one frozen dataclass, read once from flags and `TANDEM_*` variables, and validated.
+
+A field is declared with `setting`; its flag is its name, its variable is named in full. A flag wins over the variable,
+the variable over the default. Every error names the variable, since that is what an operator can change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+class ConfigError(ValueError):
+    """A setting is missing or out of range; the message names its variable."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Setting:
+    variable: str
+    help: str
+    parse: Callable[[str], Any]
+    check: Callable[[Any], bool]
+    expected: str
+
+
+_REQUIRED = object()
+
+
+def setting(
+    variable: str,
+    default: Any = _REQUIRED,
+    *,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    check: Callable[[Any], bool] = lambda _: True,
+    expected: str = "",
+) -> Any:
+    """A dataclass field read from `variable`; `check` holds for a good value and `expected` says in words which are."""
+    metadata = {"setting": _Setting(variable, help, parse, check, expected)}
+    if default is _REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_bool(text: str) -> bool:
+    """true/false in the spellings people use; raises ValueError for others."""
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(text)
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Comma-separated values, blanks dropped."""
+    return tuple(part for part in (piece.strip() for piece in text.split(",")) if part)
+
+
+def settings_of(config_class: type[Any]) -> dict[str, _Setting]:
+    """Field name to its declaration, for documentation and for checks of manifests against the code."""
+    return {field.name: field.metadata["setting"] for field in dataclasses.fields(config_class)}
+
+
+def load(config_class: type[ConfigT], arguments: Sequence[str], environment: Mapping[str, str]) -> ConfigT:
+    """Reads a config; raises ConfigError for a bad value, SystemExit for an unknown flag or --help."""
+    settings = settings_of(config_class)
+    parser = argparse.ArgumentParser(description=config_class.__doc__, allow_abbrev=False)
+    for name, declared in settings.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, help=f"{declared.help} [{declared.variable}]", metavar="VALUE"
+        )
+    flags = vars(parser.parse_args(arguments))
+    values = {}
+    for name, declared in settings.items():
+        raw = flags[name] if flags[name] is not None else environment.get(declared.variable)
+        if raw is not None:
+            values[name] = _parsed(declared, raw)
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{settings[field.name].variable} is not set: {settings[field.name].help}")
+    return config_class(**values)
+
+
+def _parsed(declared: _Setting, raw: str) -> Any:
+    expected = declared.expected or declared.help
+    try:
+        value = declared.parse(raw)
+    except ValueError as error:
+        raise ConfigError(f"{declared.variable}={raw!r} can't be read: expected {expected}") from error
+    if not declared.check(value):
+        raise ConfigError(f"{declared.variable}={raw!r} is out of range: expected {expected}")
+    return value
