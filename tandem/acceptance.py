@@ -71,7 +71,7 @@ class Outcome:
     """sum_x min(p(x), q(x)), the exact acceptance probability, for each drafted position that was reached."""
 
 
-Q_SUM_TOLERANCE = 1e-3
+Q_SUM_TOLERANCE = 1e-4
 
 
 def check_drafted(token_id: int, support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> Drafted:
