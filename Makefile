@@ -1,0 +1,100 @@
+# Everything a developer does, as one word each. `make` lists the words.
+#
+# PYTHON    the interpreter that the environment is made with (3.11 or later)
+# PIP_ARGS  passed on to pip, for example an index that has CPU builds of torch
+# ARGS      passed on to the command, for example: make demo ARGS='--gamma 4 "Why is the sky blue?"'
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+ARGS     ?=
+SHELL    := /bin/bash
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+PROTOS  := $(wildcard proto/tandem/v1/*.proto)
+PROTO   := tandem/v1/.stamp
+STAGE   := $(VENV)/proto-new
+TARGET  := models/smollm2-135m-instruct
+# Stamps lie inside what they vouch for, so that removing the folder removes the claim.
+INSTALL := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv proto models demo up down status test lint bench draft-model constraints clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(INSTALL) ## make .venv with everything in its pinned version
+proto: $(PROTO) ## generate the stubs of proto/ into tandem/v1/
+models: $(TARGET)/model.safetensors ## make the demo's target model (93 MB to fetch, once)
+
+demo: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## start everything, stream one answer, compare with plain decoding, stop
+	@$(BIN)/tandem demo $(ARGS)
+
+up: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## start the services and leave them running
+	@$(BIN)/tandem up $(ARGS)
+
+down: $(INSTALL) ## stop what `make up` started
+	@$(BIN)/tandem down $(ARGS)
+
+status: $(INSTALL) ## show what runs
+	@$(BIN)/tandem status $(ARGS)
+
+test: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## all tests, against a real store and real services
+	$(BIN)/pytest $(ARGS)
+
+lint: $(INSTALL) $(PROTO) ## style, types, import rules, the contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
+	$(BIN)/buf lint
+	@$(check_breaking)
+
+bench: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## measure overhead and speed-up on this machine
+	$(BIN)/python -m bench $(ARGS)
+
+draft-model: $(INSTALL) $(TARGET)/model.safetensors ## distil the committed draft model again (an hour or more)
+	$(BIN)/python models/distill.py $(ARGS)
+
+constraints: $(INSTALL) ## pin what is installed now
+	@{ sed -n '/^#/p; /; python_/p' constraints.txt; \
+	   $(BIN)/pip freeze --exclude-editable | sed -e 's/+cpu$$//' -e '/^#/d'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove what was generated, but not the models
+	-@test ! -x $(BIN)/tandem || $(BIN)/tandem down
+	rm -rf $(VENV) tandem/v1 .tandem build *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALL): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Tandem needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints.txt -e '.[worker,cli,proto,dev]'
+	@touch $@
+
+# Generated beside the output and moved in one step, so that a failure leaves no half of a contract.
+$(PROTO): $(PROTOS) $(INSTALL)
+	@rm -rf $(STAGE) && mkdir $(STAGE)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+	  --python_out=$(STAGE) --grpc_python_out=$(STAGE) \
+	  --mypy_out=$(STAGE) --mypy_grpc_out=$(STAGE) $(PROTOS)
+	@echo '"""Generated from proto/ by `make proto`."""' > $(STAGE)/tandem/v1/__init__.py
+	@rm -rf tandem/v1 && mv $(STAGE)/tandem/v1 tandem/v1 && rm -rf $(STAGE)
+	@touch $@
+
+$(TARGET)/model.safetensors: | $(INSTALL)
+	$(BIN)/python models/fetch_smollm2.py
+
+# Against the commit before, or where this branch left main: what was published must stay readable.
+define check_breaking
+base=$$(git merge-base HEAD origin/main 2>/dev/null || git merge-base HEAD main 2>/dev/null || true); \
+if [ "$$base" = "$$(git rev-parse HEAD 2>/dev/null)" ]; then base=$$(git rev-parse --verify --quiet HEAD^ || true); fi; \
+if [ -n "$$base" ] && git cat-file -e "$$base:proto" 2>/dev/null; then \
+  echo "buf breaking --against $${base:0:12}"; $(BIN)/buf breaking --against ".git#ref=$$base"; \
+else echo "buf breaking: no earlier contract to compare with"; fi
+endef
