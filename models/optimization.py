@@ -27,13 +27,11 @@ class Muon(torch.optim.Optimizer):
     The scale gives a step the RMS of one of AdamW at the same rate, so both share a learning rate.
     """
 
-    def __init__(
-        self, params: Sequence[nn.Parameter], lr: float, decay: float, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], lr: float, decay: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
