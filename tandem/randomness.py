@@ -34,17 +34,40 @@ def uniforms(seed: int, position: int, count: int = 1) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for `count` consecutive token positions, shape [count, lanes]; index columns with `Lane`."""
     counter = [position, 0, _LANES_STREAM, 0]
     words = _philox(seed, counter).random_raw(count * len(Lane))
-    return ((words >> np.uint64(11)) * 2.0**-53).reshape(count, len(Lane))
+    return ((words >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(count, len(Lane))
 
 
-def gumbel_noise(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float64]:
+def gumbel_noise(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
     """Standard Gumbel noise for the token ids 0 .. vocabulary_size-1 at a position, shape [vocabulary_size].
 
     The noise of a token id doesn't depend on vocabulary_size, so that models of unequal padding agree.
     """
-    words = _philox(seed, [0, position, _GUMBEL_STREAM, 0]).random_raw(vocabulary_size)
-    open_unit = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log(open_unit))
+    return _gumbel(_gumbel_words(seed, position, vocabulary_size))
+
+
+def gumbel_noise_at(seed: int, position: int, token_ids: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """`gumbel_noise` of some token ids, in their order; the logarithms, most of its cost, are taken for these alone."""
+    return _gumbel(_gumbel_words(seed, position, int(token_ids.max(initial=0)) + 1)[token_ids])
+
+
+def _gumbel_words(seed: int, position: int, count: int) -> NDArray[np.uint64]:
+    return _philox(seed, [0, position, _GUMBEL_STREAM, 0]).random_raw(count)
+
+
+def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """-log(-log(u)) for u in the open unit interval.
+
+    The inner logarithm is taken in float64, because the largest noise, which decides, comes from u next to 1; the outer
+    one has no such cancellation.
+    """
+    # 52 bits and a half are exact in float64, with 53 the largest u would round to 1.
+    unit = (words >> np.uint64(12)).astype(np.float64)
+    unit += 0.5
+    unit *= 2.0**-52
+    exponential = np.log(unit, out=unit).astype(np.float32)
+    np.negative(exponential, out=exponential)
+    np.log(exponential, out=exponential)
+    return np.negative(exponential, out=exponential)
 
 
 def _philox(seed: int, counter: list[int]) -> np.random.Philox:

@@ -1,0 +1,560 @@
+"""Logits to distributions: the sampling contract that draft and target share (torch).
+
+The order of processing and the meaning of each step are those of transformers' `generate` (its temperature, top-k,
+top-p and min-p warpers), ties included. Speed comes from what is left out: a row never crosses to the CPU, no full
+vocabulary is sorted where a few hundred candidates decide, and one transfer brings all rows back.
+
+Three ways to read a row, chosen from its parameters:
+
+- greedy: one argmax;
+- top: top_k or top_p leave few tokens, so a `topk` prefilter of candidates decides, and everything after it works on
+  those; a row whose candidates turn out too few is read again the third way;
+- all: every token may have mass, so passes over the whole row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.acceptance import Drafted, TargetRow
+from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, uniforms
+from tandem.v1 import sampling_pb2
+from tandem.wire import IdArray
+
+_PREFILTER = 1024
+"""Candidates that usually hold the mass of top_p; also the largest top_k for which candidates are worth it."""
+_TIE_SLACK = 16
+"""Candidates beyond top_k: transformers keeps all tokens that tie with the last one."""
+_BLOCK = 512
+"""Width of the blocks in which a whole row is summed and drawn from."""
+_NO_LOGIT = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling processing of one request, every field resolved."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    coupled: bool
+    min_length: int
+    end_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_proto(cls, message: sampling_pb2.Sampling) -> SamplingParams:
+        """Raises ValueError, naming the field, for a value that is out of range or not resolved."""
+        if not (math.isfinite(message.temperature) and message.temperature >= 0.0):
+            raise ValueError(f"temperature must be finite and not negative, got {message.temperature}")
+        if not 0.0 < message.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {message.top_p}")
+        if not 0.0 <= message.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {message.min_p}")
+        methods = (sampling_pb2.ACCEPTANCE_METHOD_REJECTION, sampling_pb2.ACCEPTANCE_METHOD_COUPLED)
+        if message.acceptance_method not in methods:
+            raise ValueError(f"acceptance_method must be REJECTION or COUPLED, got {message.acceptance_method}")
+        return cls(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            min_p=message.min_p,
+            seed=message.seed,
+            coupled=message.acceptance_method == sampling_pb2.ACCEPTANCE_METHOD_COUPLED,
+            min_length=message.min_length,
+            end_token_ids=tuple(message.end_token_ids),
+        )
+
+
+def target_rows(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    supports: Sequence[IdArray],
+    vocabulary_size: int,
+) -> list[TargetRow]:
+    """The target's side of the rule for R rows.
+
+    `logits` is [R, V_padded], where ids from `vocabulary_size` on are padding; `positions[i]` is the absolute position
+    of the token that row i predicts; `supports[i]` the ids that the draft sent for it, [k_i], empty where nothing was
+    drafted, in which case the outside draw is a draw from p. Raises ValueError for logits that make no distribution.
+    """
+    if len(params) == 0:
+        return []
+    support = _pad_supports(supports, vocabulary_size)
+    scores = _scores(logits, params, positions, vocabulary_size)
+    batch = _Batch.make(params, positions, Lane.OUTSIDE, scores, torch.from_numpy(support))
+    ways = [_way(each, top_k) for each, top_k in zip(params, batch.top_k, strict=True)]
+    readings = _read(scores, batch, ways)
+    incomplete = np.flatnonzero(readings[:, _Column.STATUS] == _Status.INCOMPLETE)
+    if incomplete.size:
+        chosen = batch.take(incomplete.tolist())
+        again = [_Way.ALL] * incomplete.size
+        readings[incomplete] = _read(scores[torch.from_numpy(incomplete).to(scores.device)], chosen, again)
+    _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE)
+    on_support = readings[:, len(_Column) :].astype(np.float32)
+    return [
+        TargetRow(
+            on_support[row, : ids.size], float(reading[_Column.OUTSIDE_MASS]), int(reading[_Column.OUTSIDE_TOKEN])
+        )
+        for row, (ids, reading) in enumerate(zip(supports, readings, strict=True))
+    ]
+
+
+def draft_tokens(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    vocabulary_size: int,
+    support_size: int,
+) -> list[Drafted]:
+    """One draft token for each of R rows, with the distribution it was drawn from.
+
+    q is the processed distribution, cut to its `support_size` most likely tokens and renormalised in float32; the token
+    is drawn from exactly those float32 values. Arguments and errors are those of `target_rows`.
+    """
+    if len(params) == 0:
+        return []
+    scores = _scores(logits, params, positions, vocabulary_size)
+    batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
+    greedy = [row for row, each in enumerate(params) if each.temperature == 0.0]
+    sampled = [row for row, each in enumerate(params) if each.temperature != 0.0]
+    size = min(support_size, vocabulary_size)
+    # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight.
+    packed = torch.full((len(params), 2, size), _NO_LOGIT, dtype=torch.float64, device=scores.device)
+    if greedy:
+        top = _take(scores, greedy)
+        winner = top.argmax(-1, keepdim=True)
+        packed[greedy, 0, :1] = winner.double()
+        best = top.gather(-1, winner).double()
+        packed[greedy, 1, :1] = best - best  # 0, or NaN
+    if sampled:
+        chosen = batch.take(sampled)
+        # With top_p the mass of all that top_k keeps must be known; otherwise the support is enough.
+        of_top_k = [
+            k + _TIE_SLACK for each, k in zip(chosen.params, chosen.top_k, strict=True) if each.top_p < 1.0 and k
+        ]
+        count = min(max([size, *of_top_k]), vocabulary_size)
+        candidates = _candidates(chosen.scaled(_take(scores, sampled)), chosen, count)
+        packed[sampled, 0] = candidates.ids[:, :size].double()
+        packed[sampled, 1] = candidates.scores[:, :size].double()
+    host: NDArray[np.float64] = packed.cpu().numpy()
+    _check_finite(~np.isfinite(host[:, 1, 0]))
+    return _draw_drafted(host[:, 0], host[:, 1], batch)
+
+
+# --- Rows and their parameters ---------------------------------------------------------------------------------------
+
+
+class _Way(Enum):
+    GREEDY = 0
+    TOP = 1
+    ALL = 2
+
+
+class _Column(IntEnum):
+    """What a reading of a row holds in its first columns; p on the support follows."""
+
+    STATUS = 0
+    OUTSIDE_TOKEN = 1
+    OUTSIDE_MASS = 2
+
+
+class _Status(IntEnum):
+    GOOD = 0
+    INCOMPLETE = 1
+    NOT_FINITE = 2
+
+
+def _way(params: SamplingParams, top_k: int) -> _Way:
+    if params.temperature == 0.0:
+        return _Way.GREEDY
+    if top_k:
+        return _Way.TOP if top_k <= _PREFILTER else _Way.ALL
+    return _Way.TOP if params.top_p < 1.0 else _Way.ALL
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parameters of n rows: where the CPU decides, as they came; where the device does, as tensors."""
+
+    params: list[SamplingParams]
+    positions: list[int]
+    top_k: list[int]
+    """0 where it cuts nothing: then there is no need to look."""
+    uniform: NDArray[np.float64]
+    """[n]"""
+    columns: Tensor
+    """[n, 5] float64: temperature, top_k, top_p, min_p, uniform."""
+    support: Tensor
+    """[n, K] int64, padded with the vocabulary size."""
+
+    @classmethod
+    def make(
+        cls,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        lane: Lane,
+        scores: Tensor,
+        support: Tensor,
+    ) -> _Batch:
+        vocabulary_size, device = scores.shape[-1], scores.device
+        top_k = [each.top_k if each.top_k < vocabulary_size else 0 for each in params]
+        uniform = _row_uniforms(params, positions, lane)
+        columns = np.array([(each.temperature, 0.0, each.top_p, each.min_p, 0.0) for each in params])
+        columns[:, 1] = top_k
+        columns[:, 4] = uniform
+        on_device = torch.from_numpy(columns).to(device)
+        return cls(list(params), list(positions), top_k, uniform, on_device, support.to(device))
+
+    def take(self, rows: list[int]) -> _Batch:
+        if len(rows) == len(self.params):
+            return self
+        return _Batch(
+            [self.params[row] for row in rows],
+            [self.positions[row] for row in rows],
+            [self.top_k[row] for row in rows],
+            self.uniform[rows],
+            _take(self.columns, rows),
+            _take(self.support, rows),
+        )
+
+    def column(self, index: int) -> Tensor:
+        """[n, 1] float32, so that arithmetic with scores stays in float32."""
+        return self.columns[:, index, None].float()
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores over the temperature, [n, V]; the very same tensor where there is nothing to do."""
+        if all(each.temperature == 1.0 for each in self.params):
+            return scores
+        return scores / self.column(0)
+
+    def uniform_column(self) -> Tensor:
+        """[n, 1] float64."""
+        return self.columns[:, 4, None]
+
+    def noise(self, vocabulary_size: int, device: torch.device) -> Tensor:
+        """Gumbel noise, [n, V] float32."""
+        noise = np.empty((len(self.params), vocabulary_size), dtype=np.float32)
+        for row, (each, position) in enumerate(zip(self.params, self.positions, strict=True)):
+            noise[row] = gumbel_noise(each.seed, position, vocabulary_size)
+        return torch.from_numpy(noise).to(device)
+
+
+def _row_uniforms(params: Sequence[SamplingParams], positions: Sequence[int], lane: Lane) -> NDArray[np.float64]:
+    """One uniform per row, [R]. Rows of one request follow one another, and so do their positions: one call for them."""
+    drawn = np.empty(len(params))
+    start = 0
+    for end in range(1, len(params) + 1):
+        follows = (
+            end < len(params)
+            and params[end].seed == params[start].seed
+            and positions[end] == positions[start] + end - start
+        )
+        if not follows:
+            drawn[start:end] = uniforms(params[start].seed, positions[start], end - start)[:, lane]
+            start = end
+    return drawn
+
+
+def _pad_supports(supports: Sequence[IdArray], vocabulary_size: int) -> NDArray[np.int64]:
+    """[R, max k], padded with an id just outside of the vocabulary."""
+    width = max((ids.size for ids in supports), default=0)
+    padded = np.full((len(supports), width), vocabulary_size, dtype=np.int64)
+    for row, ids in enumerate(supports):
+        if ids.size and int(ids.max()) >= vocabulary_size:
+            raise ValueError(f"row {row}: the support holds an id outside of the vocabulary")
+        padded[row, : ids.size] = ids
+    return padded
+
+
+def _scores(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], vocabulary_size: int) -> Tensor:
+    """Logits without padding and suppressed tokens, [R, V] float32; the caller's tensor is never written to."""
+    scores = logits[:, :vocabulary_size].float()
+    suppressed = [
+        (row, token_id)
+        for row, (each, position) in enumerate(zip(params, positions, strict=True))
+        if position < each.min_length
+        for token_id in each.end_token_ids
+        if token_id < vocabulary_size
+    ]
+    if not suppressed:
+        return scores
+    rows, ids = torch.tensor(suppressed, device=scores.device).unbind(-1)
+    return scores.index_put((rows, ids), torch.tensor(_NO_LOGIT, device=scores.device))
+
+
+def _take(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of a tensor, in rising order; without a copy where they are all of them."""
+    if len(rows) == tensor.shape[0]:
+        return tensor
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _check_finite(faulty: NDArray[np.bool_]) -> None:
+    if faulty.any():
+        row = int(np.argmax(faulty))
+        raise ValueError(f"row {row}: the logits make no distribution: NaN, +inf, or no token left")
+
+
+# --- Distributions ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The most likely tokens of n rows in falling order; the kept ones are a prefix."""
+
+    ids: Tensor
+    """[n, M] int64"""
+    scores: Tensor
+    """[n, M] float32, relative to the largest; -inf where not kept. The first is NaN for a faulty row."""
+    complete: Tensor
+    """[n] bool: no token beyond the candidates may be kept."""
+
+
+def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
+    """top_k, top_p and min_p on the `count` best of each row of `scaled` [n, V]."""
+    values, ids = _best(scaled, count)
+    relative = values - values.amax(-1, keepdim=True)  # unlike values[:, :1], NaN if any is
+    weights = relative.exp().double()
+    keep = torch.ones_like(values, dtype=torch.bool)
+    if any(batch.top_k):
+        top_k = batch.columns[:, 1, None].long()
+        kth = values.gather(-1, (top_k - 1).clamp(0, count - 1))
+        keep &= (values >= kth) | (top_k == 0) | (top_k > count)
+    if any(each.top_p < 1.0 for each in batch.params):
+        left = weights * keep
+        before = left.cumsum(-1) - left
+        keep &= before < batch.columns[:, 2, None] * _mass_before_top_p(scaled, values, left, batch)
+    if any(each.min_p > 0.0 for each in batch.params):
+        keep &= weights >= batch.columns[:, 3, None]
+    keep[:, 0] = True
+    last_kept = values.gather(-1, keep.sum(-1, keepdim=True) - 1)
+    complete = (values[:, -1:] < last_kept)[:, 0] if count < scaled.shape[-1] else keep[:, 0]
+    return _Candidates(ids, relative.masked_fill(~keep, _NO_LOGIT), complete)
+
+
+def _best(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and their ids, falling; of equal values the higher id comes first, as if read
+    from the end of a stable ascending sort: that decides which of several equal tokens top_p keeps."""
+    values, ids = scaled.topk(count, dim=-1, sorted=False)
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 makes one zero of two
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = ((rising << 32) | ids).argsort(dim=-1, descending=True)
+    return values.gather(-1, order), ids.gather(-1, order)
+
+
+def _mass_before_top_p(scaled: Tensor, values: Tensor, left: Tensor, batch: _Batch) -> Tensor:
+    """Mass of all tokens that top_k has left, relative to the best one's, [n, 1] float64."""
+    mass = left.sum(-1, keepdim=True)
+    if values.shape[-1] == scaled.shape[-1]:
+        return mass
+    # Only a row without top_k has mass beyond its candidates.
+    rows = [row for row, each in enumerate(batch.params) if each.top_p < 1.0 and not batch.top_k[row]]
+    if rows:
+        index = torch.tensor(rows, device=scaled.device)
+        relative = _take(scaled, rows) - _take(values, rows)[:, :1]
+        mass = mass.index_copy(0, index, relative.exp_().sum(-1, keepdim=True).double())
+    return mass
+
+
+def _shaped(scaled: Tensor, batch: _Batch) -> Tensor:
+    """top_k, top_p and min_p on whole rows [n, V], step by step as transformers does; -inf where a token is cut."""
+    for wanted, cut in (
+        (batch.top_k, _cut_top_k),
+        ([each.top_p < 1.0 for each in batch.params], _cut_top_p),
+        ([each.min_p > 0.0 for each in batch.params], _cut_min_p),
+    ):
+        rows = [row for row, yes in enumerate(wanted) if yes]
+        if len(rows) == len(wanted):
+            scaled = cut(scaled, batch)
+        elif rows:
+            index = torch.tensor(rows, device=scaled.device)
+            scaled = scaled.index_copy(0, index, cut(scaled[index], batch.take(rows)))
+    return scaled
+
+
+def _cut_top_k(scaled: Tensor, batch: _Batch) -> Tensor:
+    largest = scaled.topk(max(batch.top_k), dim=-1).values
+    return scaled.masked_fill(scaled < largest.gather(-1, batch.columns[:, 1, None].long() - 1), _NO_LOGIT)
+
+
+def _cut_top_p(scaled: Tensor, batch: _Batch) -> Tensor:
+    ascending, order = scaled.sort(dim=-1, stable=True)
+    cut = ascending.softmax(-1).cumsum(-1) <= (1.0 - batch.columns[:, 2, None]).float()
+    cut[:, -1] = False
+    return scaled.masked_fill(cut.scatter(-1, order, cut), _NO_LOGIT)
+
+
+def _cut_min_p(scaled: Tensor, batch: _Batch) -> Tensor:
+    relative = scaled - scaled.amax(-1, keepdim=True)
+    return scaled.masked_fill(relative.exp_() < batch.column(3), _NO_LOGIT)
+
+
+# --- Reading the target's rows ---------------------------------------------------------------------------------------
+
+
+def _read(scores: Tensor, batch: _Batch, ways: list[_Way]) -> NDArray[np.float64]:
+    """Readings of all rows, [R, columns + K]: one way after the other, then one transfer."""
+    width = len(_Column) + batch.support.shape[-1]
+    readings = torch.empty(scores.shape[0], width, dtype=torch.float64, device=scores.device)
+    for way, coupled, reader in (
+        (_Way.GREEDY, None, _read_greedy),
+        (_Way.TOP, False, _read_top),
+        (_Way.TOP, True, _read_top_coupled),
+        (_Way.ALL, False, _read_all),
+        (_Way.ALL, True, _read_all_coupled),
+    ):
+        rows = [row for row, each in enumerate(batch.params) if ways[row] is way and coupled in (None, each.coupled)]
+        if len(rows) == len(ways):
+            readings = reader(scores, batch)
+        elif rows:
+            index = torch.tensor(rows, device=scores.device)
+            readings.index_copy_(0, index, reader(scores[index], batch.take(rows)))
+    host: NDArray[np.float64] = readings.cpu().numpy()
+    return host
+
+
+def _read_greedy(scores: Tensor, batch: _Batch) -> Tensor:
+    winner = scores.argmax(-1, keepdim=True)
+    return _one_hot(winner, scores.gather(-1, winner), batch.support)
+
+
+def _read_top(scores: Tensor, batch: _Batch) -> Tensor:
+    vocabulary_size = scores.shape[-1]
+    candidates = _candidates(batch.scaled(scores), batch, _prefilter(batch, vocabulary_size))
+    count = candidates.ids.shape[-1]
+    # The last column has no weight: it is where ids that are no candidates are found.
+    weights = torch.nn.functional.pad(candidates.scores.exp(), (0, 1))
+    found = _find(batch.support, candidates.ids, vocabulary_size)
+    outside = weights.scatter(-1, found, 0.0).cumsum(-1, dtype=torch.float64)
+    drawn = _search(outside, batch.uniform_column() * outside[:, -1:]).clamp_(max=count - 1)
+    token = candidates.ids.gather(-1, drawn)
+    reading = _reading(candidates.scores[:, :1], outside[:, -1:], token, weights.gather(-1, found))
+    return _mark_incomplete(reading, candidates)
+
+
+def _read_top_coupled(scores: Tensor, batch: _Batch) -> Tensor:
+    vocabulary_size = scores.shape[-1]
+    candidates = _candidates(batch.scaled(scores), batch, _prefilter(batch, vocabulary_size))
+    noise = batch.noise(vocabulary_size, scores.device).gather(-1, candidates.ids)
+    winner = candidates.ids.gather(-1, (candidates.scores + noise).argmax(-1, keepdim=True))
+    return _mark_incomplete(_one_hot(winner, candidates.scores[:, :1], batch.support), candidates)
+
+
+def _read_all(scores: Tensor, batch: _Batch) -> Tensor:
+    rows, vocabulary_size = scores.shape
+    shaped = _shaped(batch.scaled(scores), batch)
+    best = shaped.amax(-1, keepdim=True)
+    # Whole blocks, and at least one column more than ids, with no weight: the padding of the support finds it.
+    blocks = vocabulary_size // _BLOCK + 1
+    weights = scores.new_zeros(rows, blocks * _BLOCK)
+    torch.exp(torch.sub(shaped, best, out=weights[:, :vocabulary_size]), out=weights[:, :vocabulary_size])
+    inside = weights.gather(-1, batch.support)
+    weights.scatter_(-1, batch.support, 0.0)
+    outside = weights.view(rows, blocks, _BLOCK)
+    mass, token = _draw_in_blocks(outside, batch.uniform_column())
+    return _reading(best, mass, token.clamp_(max=vocabulary_size - 1), inside)
+
+
+def _read_all_coupled(scores: Tensor, batch: _Batch) -> Tensor:
+    shaped = _shaped(batch.scaled(scores), batch)
+    best = shaped.amax(-1, keepdim=True)
+    winner = (shaped - best).add_(batch.noise(scores.shape[-1], scores.device)).argmax(-1, keepdim=True)
+    return _one_hot(winner, best, batch.support)
+
+
+def _prefilter(batch: _Batch, vocabulary_size: int) -> int:
+    """How many candidates to look at: enough for the largest top_k, and for top_p where nothing else bounds it."""
+    bounded = all(each > 0 for each in batch.top_k)
+    return min((max(batch.top_k) if bounded else _PREFILTER) + _TIE_SLACK, vocabulary_size)
+
+
+def _find(support: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:
+    """Where each id of the support [n, K] stands in `ids` [n, M]; M for an id that is not there, or is padding."""
+    rows, count = ids.shape
+    place = torch.full((rows, vocabulary_size + 1), count, dtype=torch.int32, device=ids.device)
+    place.scatter_(-1, ids, torch.arange(count, dtype=torch.int32, device=ids.device).expand(rows, count))
+    return place.gather(-1, support).long()
+
+
+def _draw_in_blocks(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The total of `weights` [n, blocks, width] and an index drawn from them, both [n, 1].
+
+    A block first, then within it: two short cumulative sums in place of one over the vocabulary.
+    """
+    rows, _, width = weights.shape
+    sums = weights.sum(-1).cumsum(-1, dtype=torch.float64)
+    mass = sums[:, -1:]
+    target = uniform * mass
+    block = _search(sums, target).clamp_(max=sums.shape[-1] - 1)
+    below = torch.nn.functional.pad(sums, (1, 0)).gather(-1, block)
+    share = (target - below) / (sums.gather(-1, block) - below)
+    within = weights[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    index = _search(within, share * within[:, -1:]).clamp_(max=width - 1)
+    return mass, block * width + index
+
+
+def _search(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first index whose cumulative weight exceeds `target`: never one without weight, unless none has any."""
+    # The bound guards against uniform * total rounding up to the total.
+    below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
+    return torch.searchsorted(cumulative, torch.minimum(target, below_total), right=True)
+
+
+def _one_hot(winner: Tensor, best: Tensor, support: Tensor) -> Tensor:
+    """The reading of a distribution with all mass on `winner` [n, 1]."""
+    inside = support == winner
+    return _reading(best, ~inside.any(-1, keepdim=True), winner, inside)
+
+
+def _reading(best: Tensor, outside: Tensor, token: Tensor, inside: Tensor) -> Tensor:
+    """Columns, then p on the support; `outside` [n, 1] and `inside` [n, K] are weights, normalised here.
+
+    `best` [n, 1] is the largest score, NaN if any was: it tells whether the row is a distribution at all.
+    """
+    status = torch.where(best.isfinite(), int(_Status.GOOD), int(_Status.NOT_FINITE))
+    weights = torch.cat((outside.double(), inside.double()), dim=-1)
+    p = weights / weights.sum(-1, keepdim=True)
+    return torch.cat((status.double(), token.double(), p), dim=-1)
+
+
+def _mark_incomplete(reading: Tensor, candidates: _Candidates) -> Tensor:
+    status = reading[:, _Column.STATUS]
+    unfinished = (status == int(_Status.GOOD)) & ~candidates.complete
+    status.masked_fill_(unfinished, float(_Status.INCOMPLETE))
+    return reading
+
+
+# --- Drawing the draft's tokens --------------------------------------------------------------------------------------
+
+
+def _draw_drafted(ids: NDArray[np.float64], log_weights: NDArray[np.float64], batch: _Batch) -> list[Drafted]:
+    """Draft tokens from log-weights [R, k] in falling order, their largest 0."""
+    weights = np.exp(log_weights, dtype=np.float32)
+    q = weights / weights.sum(-1, keepdims=True)
+    sizes = np.count_nonzero(q, axis=-1)  # what has mass comes first
+    cumulative = q.cumsum(-1, dtype=np.float64)
+    totals = cumulative[:, -1:]
+    targets = np.minimum(batch.uniform[:, None] * totals, np.nextafter(totals, 0.0))
+    indices = (cumulative <= targets).sum(-1)
+    drafted = []
+    for row, (params, position) in enumerate(zip(batch.params, batch.positions, strict=True)):
+        support = ids[row, : sizes[row]].astype(np.uint32)
+        index, probs = int(indices[row]), q[row, : sizes[row]]
+        if params.coupled and support.size > 1:
+            # The target's noise, on the ids of this support: the same token wins here if it is among them.
+            noise = gumbel_noise_at(params.seed, position, support)
+            winner = int(np.argmax(log_weights[row, : support.size].astype(np.float32) + noise))
+            support, index, probs = support[winner : winner + 1], 0, np.ones(1, dtype=np.float32)
+        drafted.append(Drafted(int(support[index]), support, probs, index))
+    return drafted
