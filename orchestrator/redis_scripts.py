@@ -1,0 +1,272 @@
+"""Lua scripts on a Redis server: those asked for in one event-loop tick share one pipeline.
+
+Every call is a small entry in its tick's batch, and one task per batch talks to the server, on a connection that only
+this task uses. A caller that is cancelled just stops waiting: it can neither cancel its neighbours nor leave a reply
+behind on a connection that somebody else gets next.
+
+Failed exchanges are repeated here, a bounded number of times and on a fresh connection, never by the client library,
+which repeats more than it should. So each script has to recognise that an earlier attempt has already run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.exceptions import (
+    AskError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    MovedError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+# Each flush of the script cache can be met once per exchange; three in a row mean that the scripts don't stay.
+_MAX_LOADS = 3
+_FIRST_BACKOFF = 0.02
+_MAX_BACKOFF = 0.5
+_MAX_REASON_CHARACTERS = 160
+
+# Another node, or the same one a moment later, may take what was refused with one of these.
+_TRANSIENT_REFUSALS = (ReadOnlyError, ClusterDownError, TryAgainError)
+_TRANSIENT_CODES = frozenset({"BUSY", "NOREPLICAS", "MASTERDOWN", "READONLY", "FAILOVER"})
+
+
+class StoreError(Exception):
+    """The store didn't do what it was asked to do."""
+
+
+class StoreUnavailable(StoreError):  # noqa: N818
+    """No usable answer in time. What was asked may or may not have happened, and asking again is safe."""
+
+
+class StoreFull(StoreError):  # noqa: N818
+    """The server is at its memory limit and refuses to store more; nothing happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the digest the server knows it by."""
+
+    body: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, body: bytes) -> Script:
+        """The script with this source."""
+        # The protocol names scripts by SHA-1; nothing relies on its strength.
+        return cls(body, hashlib.sha1(body, usedforsecurity=False).hexdigest().encode())
+
+    @classmethod
+    def load(cls, name: str) -> Script:
+        """The script `lua/<name>.lua` of this package."""
+        return cls.of(resources.files(__package__).joinpath("lua", f"{name}.lua").read_bytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long one exchange may take, and when a failed one is not repeated any more; in seconds."""
+
+    exchange: float
+    attempts: int
+    total: float
+
+
+class _Call:
+    """One script to run, packed for the wire, and the future its caller waits on."""
+
+    __slots__ = ("packed", "repeat", "reply", "script")
+
+    def __init__(self, script: Script, packed: bytes, reply: asyncio.Future[Any], repeat: bool) -> None:
+        self.script = script
+        self.packed = packed
+        self.reply = reply
+        self.repeat = repeat
+
+    def answer(self, reply: Any) -> None:
+        if self.reply.done():  # the caller was cancelled
+            return
+        if isinstance(reply, ResponseError):
+            self.reply.set_exception(_refusal(reply))
+        else:
+            self.reply.set_result(reply)
+
+    def fail(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+class ScriptPipeline:
+    """Runs scripts through a pool of connections, which it owns. Use it from one event loop."""
+
+    def __init__(self, pool: ConnectionPool, patience: Patience, on_retry: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._patience = patience
+        self._on_retry = on_retry
+        self._batch: list[_Call] = []
+        self._deliveries: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def run(self, script: Script, keys: Sequence[bytes], args: Iterable[bytes | int], repeat: bool = True) -> Any:
+        """The script's reply. A cancelled call may still take effect.
+
+        Raises StoreUnavailable, after repeating the call if `repeat`, or StoreFull.
+        """
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        loop = asyncio.get_running_loop()
+        packed = _pack(b"EVALSHA", script.digest, len(keys), *keys, *args)
+        call = _Call(script, packed, loop.create_future(), repeat)
+        if not self._batch:
+            loop.call_soon(self._flush)
+        self._batch.append(call)
+        return await call.reply
+
+    async def close(self) -> None:
+        """Waits for the calls under way, each of which has a bound, and closes the connections."""
+        self._closed = True
+        self._flush()
+        await asyncio.gather(*self._deliveries, return_exceptions=True)
+        await self._pool.aclose()
+
+    def _flush(self) -> None:
+        batch = [call for call in self._batch if not call.reply.done()]
+        self._batch = []
+        if batch:
+            # The loop keeps weak references only.
+            delivery = asyncio.get_running_loop().create_task(self._deliver(batch))
+            self._deliveries.add(delivery)
+            delivery.add_done_callback(self._deliveries.discard)
+
+    async def _deliver(self, calls: list[_Call]) -> None:
+        """Sees to it that each call gets a reply or an error, whatever happens."""
+        try:
+            await self._deliver_repeatedly(calls)
+        finally:
+            for call in calls:
+                call.fail(StoreUnavailable("the exchange was broken off"))
+
+    async def _deliver_repeatedly(self, calls: list[_Call]) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience.total
+        limit = self._patience.exchange
+        for attempt in range(1, self._patience.attempts + 1):
+            problem = await self._attempt(calls, limit)
+            if problem is None:
+                return
+            pause = _backoff(attempt)
+            last = attempt == self._patience.attempts or loop.time() + pause >= deadline
+            for call in calls:
+                if last or not call.repeat:
+                    call.fail(StoreUnavailable(problem))
+            calls = [call for call in calls if not call.reply.done()]
+            if not calls:
+                return
+            self._on_retry(problem)
+            await asyncio.sleep(pause)
+            limit = min(self._patience.exchange, deadline - loop.time())
+
+    async def _attempt(self, calls: list[_Call], limit: float) -> str | None:
+        """One exchange; the problem in words if calls are left without an answer."""
+        connection: AbstractConnection | None = None
+        clean = False
+        try:
+            async with asyncio.timeout(limit):
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                await self._exchange(connection, calls)
+            clean = True
+            return None
+        except TimeoutError:
+            problem = f"no answer within {limit:.2f} s"
+        except (RedisError, OSError) as error:
+            problem = _reason(error)
+        finally:
+            if connection is not None:
+                if not clean:
+                    await connection.disconnect(nowait=True)
+                await self._pool.release(connection)
+        await self._drop_idle_connections()
+        return problem
+
+    async def _exchange(self, connection: AbstractConnection, calls: list[_Call]) -> None:
+        """Sends the calls and hands out the replies. Raises RedisError if calls are left without an answer."""
+        for _ in range(_MAX_LOADS):
+            await connection.send_packed_command(b"".join([call.packed for call in calls]))
+            refusal, unknown = None, []
+            for call in calls:
+                reply = await _read(connection)
+                if isinstance(reply, NoScriptError):
+                    unknown.append(call)
+                elif isinstance(reply, ResponseError) and _is_transient(reply):
+                    refusal = reply
+                else:
+                    call.answer(reply)
+            if refusal is not None:
+                raise refusal
+            if not unknown:
+                return
+            await self._load(connection, {call.script for call in unknown})
+            calls = unknown
+        raise RedisError("the server forgets its scripts faster than they are loaded")
+
+    async def _load(self, connection: AbstractConnection, scripts: set[Script]) -> None:
+        loads = [_pack(b"SCRIPT", b"LOAD", script.body) for script in scripts]
+        await connection.send_packed_command(b"".join(loads))
+        replies = [await _read(connection) for _ in loads]
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+
+    async def _drop_idle_connections(self) -> None:
+        # What broke one connection (a restart, a failover, a lost route) has usually broken the idle ones too, and
+        # one that leads to a demoted primary would never break by itself.
+        with contextlib.suppress(RedisError, OSError):
+            await self._pool.disconnect(inuse_connections=False)
+
+
+def _pack(*words: bytes | int) -> bytes:
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # declared for one word only
+    return packed
+
+
+async def _read(connection: AbstractConnection) -> Any:
+    """A reply; a refusal is returned, since the replies behind it have to be read as well."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+def _is_transient(error: ResponseError) -> bool:
+    return isinstance(error, _TRANSIENT_REFUSALS) or str(error).partition(" ")[0] in _TRANSIENT_CODES
+
+
+def _refusal(error: ResponseError) -> StoreError:
+    if isinstance(error, OutOfMemoryError):
+        return StoreFull("the server is at its memory limit")
+    if isinstance(error, MovedError | AskError | ClusterCrossSlotError):
+        return StoreUnavailable("the server is a node of a Redis Cluster, which is not supported")
+    return StoreUnavailable(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
+
+
+def _backoff(attempt: int) -> float:
+    """Doubles from attempt to attempt; jittered, so that the instances don't come back all at once."""
+    longest = min(_MAX_BACKOFF, _FIRST_BACKOFF * 2 ** (attempt - 1))
+    return random.uniform(longest / 2, longest)  # noqa: S311

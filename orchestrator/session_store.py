@@ -1,0 +1,417 @@
+"""The committed tokens of every request, in Redis: the only place where tokens become real.
+
+A session is two keys with one hash tag: `tandem:{<request id>}:state`, a hash, and `tandem:{<request id>}:tokens`, a
+string with the token at position p in the bytes 4 * p to 4 * p + 3. Everything that changes a session is one Lua
+script, which first compares what the caller believes (its ownership, the epoch, the length) with what is stored.
+
+An ownership is named by a fence, which rises with each take-over, and by a claim, random bytes. The claim tells apart
+two sessions with the same id and fence, such as before and after an eviction, and lets a script recognise a retry.
+
+Any Redis from 7.0 or Valkey will do. Sentinel and Cluster addresses are refused for now.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tandem.wire import TOKEN_BYTES
+
+from .redis_scripts import Patience, Script, ScriptPipeline, StoreError, StoreFull, StoreUnavailable
+
+__all__ = [
+    "AlreadyExists",
+    "EpochConflict",
+    "FencedOff",
+    "Ownership",
+    "SessionStatus",
+    "SessionStore",
+    "Snapshot",
+    "StateLost",
+    "StoreConfig",
+    "StoreCounters",
+    "StoreError",
+    "StoreFull",
+    "StoreObserver",
+    "StoreScripts",
+    "StoreUnavailable",
+]
+
+_SCHEMES = ("redis", "rediss", "unix")
+_CLAIM_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the server holds where it differs from what the caller believed."""
+
+    fence: int
+    epoch: int
+    length: int
+
+
+class _StateMismatch(StoreError):  # noqa: N818
+    def __init__(self, message: str, stored: Stored) -> None:
+        super().__init__(f"{message} (stored: fence {stored.fence}, epoch {stored.epoch}, length {stored.length})")
+        self.stored = stored
+
+
+class AlreadyExists(_StateMismatch):
+    """The request id is taken; `request_fingerprint` tells whether by the same request."""
+
+    def __init__(self, stored: Stored, request_fingerprint: bytes) -> None:
+        super().__init__("the request id is taken", stored)
+        self.request_fingerprint = request_fingerprint
+
+
+class FencedOff(_StateMismatch):
+    """Another owner has the session; this one must stop at once."""
+
+
+class EpochConflict(_StateMismatch):
+    """The owner is right but the epoch, the length or the status is not.
+
+    A stored epoch below the caller's means that the server went back in time: a failover to a replica that lagged,
+    or a restart from a file that did.
+    """
+
+
+class StateLost(_StateMismatch):
+    """The session, or a part of it, is not there: expired, evicted, deleted, or never created."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where the store is and how patient to be with it. Raises ValueError for values that can't work.
+
+    A user name, password, database number and `ssl_*` settings are taken from the URL; its other settings are not.
+    """
+
+    url: str = field(repr=False)  # may hold a password
+    socket_timeout: float = 1.0
+    """Seconds for one exchange, from taking a connection to the last reply."""
+    connect_timeout: float = 1.0
+    pool_size: int = 16
+    health_check_interval: float = 15.0
+    """A connection that was idle for so many seconds is tried with a PING before use."""
+    running_ttl: float = 900.0
+    """Seconds until a running session expires; each commit starts them anew."""
+    finished_ttl: float = 300.0
+    retry_seconds: float = 3.0
+    """Seconds after which a failed exchange is not repeated any more."""
+    retry_attempts: int = 6
+    client_name: str = "tandem-orchestrator"
+
+    def __post_init__(self) -> None:
+        _check_url(self.url)
+        for name in ("socket_timeout", "connect_timeout", "running_ttl", "finished_ttl"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds")
+        if self.pool_size < 1 or self.retry_attempts < 1:
+            raise ValueError("pool_size and retry_attempts must be at least 1")
+        if self.retry_seconds < 0 or self.health_check_interval < 0:
+            raise ValueError("retry_seconds and health_check_interval must not be negative")
+
+
+def _check_url(url: str) -> None:
+    # Messages must not repeat the URL, which may hold a password.
+    parts = urlsplit(url)
+    if "sentinel" in parts.scheme:
+        raise ValueError("Sentinel addresses are not supported yet: give the primary's address, or one that follows it")
+    if "cluster" in parts.scheme or "," in parts.netloc:
+        raise ValueError("Redis Cluster addresses are not supported yet: give the address of a single primary")
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """The right to commit to a session, and the epoch and length at which it was given."""
+
+    request_id: str
+    fence: int
+    claim: bytes = field(repr=False)
+    epoch: int
+    length: int
+    keys: tuple[bytes, bytes] = field(repr=False)
+
+
+class SessionStatus(StrEnum):
+    """Whether more tokens can come."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session at one instant. `tokens` is the prompt and the committed tokens, as `wire.encode_ids` writes them."""
+
+    request_id: str
+    fence: int
+    epoch: int
+    length: int
+    prompt_length: int
+    status: SessionStatus
+    request_fingerprint: bytes = field(repr=False)
+    config: bytes = field(repr=False)
+    finish: bytes | None = field(repr=False)
+    tokens: bytes = field(repr=False)
+    owner: str
+    ownership: Ownership | None
+    """Set by `take_over` for a session that is still running."""
+
+
+class StoreObserver(Protocol):
+    """Is told what happens, for metrics; called on the event loop, so it must not block."""
+
+    def committed(self, seconds: float) -> None:
+        """A commit succeeded, retries included, in so much time."""
+
+    def retried(self, problem: str) -> None:
+        """An exchange failed and is repeated."""
+
+    def refused(self, error: StoreError) -> None:
+        """A call ends with this error."""
+
+
+class StoreCounters:
+    """The observer that just counts."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.commit_seconds = 0.0
+        self.retries = 0
+        self.refusals: dict[str, int] = {}
+
+    def committed(self, seconds: float) -> None:
+        """Counts and adds up."""
+        self.commits += 1
+        self.commit_seconds += seconds
+
+    def retried(self, problem: str) -> None:  # noqa: ARG002
+        """Counts."""
+        self.retries += 1
+
+    def refused(self, error: StoreError) -> None:
+        """Counts by class."""
+        name = type(error).__name__
+        self.refusals[name] = self.refusals.get(name, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreScripts:
+    """The scripts of the protocol; tests replace some to see that faults in them are found."""
+
+    create: Script
+    commit: Script
+    take_over: Script
+    read: Script
+    finish: Script
+    delete: Script
+    probe: Script
+
+    @classmethod
+    def load(cls) -> StoreScripts:
+        """The scripts of this package."""
+        return cls(**{name: Script.load(name) for name in cls.__slots__})
+
+
+class SessionStore:
+    """The sessions on one server. Use it from one event loop; any number of calls may be under way at once.
+
+    Every method raises StoreUnavailable if the server can't be reached, doesn't answer in time, or refuses (a replica,
+    still loading, wrong password). The call may have taken effect then, and repeating it with the same arguments is
+    safe. The store has repeated it already, on fresh connections, for as long as its config says.
+    """
+
+    def __init__(
+        self, pipeline: ScriptPipeline, config: StoreConfig, observer: StoreObserver, scripts: StoreScripts
+    ) -> None:
+        self._pipeline = pipeline
+        self._observer = observer
+        self._scripts = scripts
+        self._running_ttl = _milliseconds(config.running_ttl)
+        self._finished_ttl = _milliseconds(config.finished_ttl)
+
+    @classmethod
+    async def connect(
+        cls, config: StoreConfig, observer: StoreObserver | None = None, scripts: StoreScripts | None = None
+    ) -> SessionStore:
+        """A store for this server. Connections are made when needed: `ping` tells whether they can be."""
+        if observer is None:
+            observer = StoreCounters()
+        patience = Patience(config.socket_timeout, config.retry_attempts, config.retry_seconds)
+        pipeline = ScriptPipeline(_pool(config), patience, observer.retried)
+        return cls(pipeline, config, observer, scripts or StoreScripts.load())
+
+    @property
+    def observer(self) -> StoreObserver:
+        """The observer given to `connect`, else a StoreCounters."""
+        return self._observer
+
+    async def close(self) -> None:
+        """Waits for the calls under way and closes the connections. Later calls raise StoreUnavailable."""
+        await self._pipeline.close()
+
+    async def ping(self) -> None:
+        """Returns if a commit would be accepted now. Raises StoreUnavailable or StoreFull; it doesn't retry."""
+        await self._pipeline.run(self._scripts.probe, (), (), repeat=False)
+
+    async def create(
+        self, request_id: str, request_fingerprint: bytes, config: bytes, prompt_token_ids: bytes, owner: str
+    ) -> Ownership:
+        """Stores a new session with the encoded prompt and makes `owner` its owner. `config` is opaque.
+
+        Raises AlreadyExists if the id is taken, StoreFull, StoreUnavailable.
+        """
+        length = _token_count(prompt_token_ids)
+        keys, claim = _keys(request_id), secrets.token_bytes(_CLAIM_BYTES)
+        args = (claim, owner.encode(), request_fingerprint, config, prompt_token_ids, self._running_ttl)
+        reply = await self._run(self._scripts.create, keys, args)
+        if not isinstance(reply, int):
+            raise self._refused(AlreadyExists(Stored(*reply[1:4]), reply[4]))
+        return Ownership(request_id, 1, claim, 0, length, keys)
+
+    async def commit(self, ownership: Ownership, epoch: int, length: int, new_tokens: bytes) -> None:
+        """Appends encoded tokens to the session, which has to be at this epoch and length, and adds one to its epoch.
+
+        Returns only once they are stored; a commit that turns out to have been stored by an earlier attempt is a
+        success. Raises FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable.
+        """
+        started = time.perf_counter()
+        if not _token_count(new_tokens):
+            raise ValueError("a commit needs at least one token")
+        args = (ownership.fence, ownership.claim, epoch, length, new_tokens, self._running_ttl)
+        reply = await self._run(self._scripts.commit, ownership.keys, args)
+        self._check(reply)
+        self._observer.committed(time.perf_counter() - started)
+
+    async def take_over(self, request_id: str, owner: str) -> Snapshot:
+        """Makes `owner` the owner of a running session, with a higher fence; a finished one is only returned.
+
+        Raises StateLost if there is no such session, StoreFull, StoreUnavailable.
+        """
+        keys, claim = _keys(request_id), secrets.token_bytes(_CLAIM_BYTES)
+        reply = await self._run(self._scripts.take_over, keys, (claim, owner.encode(), self._running_ttl))
+        return self._snapshot(request_id, keys, reply, claim)
+
+    async def read(self, request_id: str) -> Snapshot | None:
+        """The session as it is now, or None if there is none.
+
+        Raises StateLost if a part of it is missing, StoreUnavailable.
+        """
+        keys = _keys(request_id)
+        reply = await self._run(self._scripts.read, keys, ())
+        return None if reply == 0 else self._snapshot(request_id, keys, reply, None)
+
+    async def finish(self, ownership: Ownership, epoch: int, finish: bytes) -> None:
+        """Marks the session, which has to be at this epoch, as finished with an opaque result. Works on a full server.
+
+        Raises FencedOff, EpochConflict, StateLost, StoreUnavailable.
+        """
+        args = (ownership.fence, ownership.claim, epoch, finish, self._finished_ttl)
+        self._check(await self._run(self._scripts.finish, ownership.keys, args))
+
+    async def delete(self, ownership: Ownership) -> None:
+        """Removes the session, if it is still there. Works on a full server. Raises FencedOff, StoreUnavailable."""
+        self._check(await self._run(self._scripts.delete, ownership.keys, (ownership.fence, ownership.claim)))
+
+    async def _run(self, script: Script, keys: tuple[bytes, bytes], args: tuple[bytes | int, ...]) -> Any:
+        try:
+            return await self._pipeline.run(script, keys, args)
+        except StoreError as error:
+            self._observer.refused(error)
+            raise
+
+    def _check(self, reply: Any) -> None:
+        """Raises what a script's refusal stands for; an integer is a success."""
+        if not isinstance(reply, int):
+            raise self._refused(_mismatch(reply))
+
+    def _refused(self, error: StoreError) -> StoreError:
+        self._observer.refused(error)
+        return error
+
+    def _snapshot(self, request_id: str, keys: tuple[bytes, bytes], reply: list[Any], claim: bytes | None) -> Snapshot:
+        if reply[0] == b"lost":
+            raise self._refused(_mismatch(reply))
+        fence, epoch, length, prompt_length = map(int, reply[:4])
+        status = SessionStatus(reply[4].decode())
+        ownership = None
+        if claim is not None and status is SessionStatus.RUNNING:
+            ownership = Ownership(request_id, fence, claim, epoch, length, keys)
+        return Snapshot(
+            request_id=request_id,
+            fence=fence,
+            epoch=epoch,
+            length=length,
+            prompt_length=prompt_length,
+            status=status,
+            request_fingerprint=reply[5],
+            config=reply[6],
+            finish=reply[7],
+            tokens=reply[8] or b"",
+            owner=reply[9].decode(),
+            ownership=ownership,
+        )
+
+
+def _pool(config: StoreConfig) -> BlockingConnectionPool:
+    settings: dict[str, Any] = {
+        **parse_url(config.url),
+        "max_connections": config.pool_size,
+        "timeout": config.socket_timeout,  # of the wait for a free connection
+        # One timeout around the whole exchange does the same work for a third of the time that one per reply takes.
+        "socket_timeout": None,
+        "socket_connect_timeout": config.connect_timeout,
+        "health_check_interval": config.health_check_interval,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "decode_responses": False,
+        "client_name": config.client_name,
+        # RESP3 and CLIENT SETINFO would add round trips to each new connection and refusals in the logs of a 7.0.
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if urlsplit(config.url).scheme != "unix":
+        settings["socket_keepalive"] = True
+    return BlockingConnectionPool(**settings)
+
+
+def _keys(request_id: str) -> tuple[bytes, bytes]:
+    if not request_id:
+        raise ValueError("a request id can't be empty")
+    # The hash tag ends at the first closing brace; an empty tag would put the two keys apart.
+    tag = request_id.encode().replace(b"%", b"%25").replace(b"}", b"%7D")
+    return b"tandem:{%b}:state" % tag, b"tandem:{%b}:tokens" % tag
+
+
+def _token_count(encoded: bytes) -> int:
+    count, rest = divmod(len(encoded), TOKEN_BYTES)
+    if rest:
+        raise ValueError(f"{len(encoded)} bytes are not a whole number of tokens")
+    return count
+
+
+def _mismatch(reply: list[Any]) -> StoreError:
+    stored = Stored(*reply[1:4])
+    if reply[0] == b"fenced":
+        return FencedOff("another owner has the session", stored)
+    if reply[0] == b"conflict":
+        return EpochConflict("the session is not where its owner believes", stored)
+    return StateLost("the session is not there", stored)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
