@@ -1,0 +1,1 @@
+"""The orchestrator: takes requests, runs the rounds, keeps the committed tokens."""

@@ -1,0 +1,72 @@
+"""How many requests run at once, and how many may wait for their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from .errors import Overloaded, Unavailable
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class Admission:
+    """Grants places in the order of arrival; bounded in running requests, waiting requests and waiting time."""
+
+    def __init__(self, max_running: int, max_waiting: int, max_waiting_seconds: float) -> None:
+        self._places = asyncio.Semaphore(max_running)
+        self._max_waiting = max_waiting
+        self._max_waiting_seconds = max_waiting_seconds
+        self.running = 0
+        self.waiting = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Holds a place for the body. Raises Overloaded when too many wait or the wait is too long, Unavailable when the
+        service is shutting down."""
+        await self._acquire()
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._places.release()
+            if self.running == 0:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes no more requests and waits until none runs; False if some still did after `seconds`."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _acquire(self) -> None:
+        self._refuse_when_draining()
+        if self._places.locked() and self.waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS
+            )
+        self.waiting += 1
+        try:
+            await asyncio.wait_for(self._places.acquire(), self._max_waiting_seconds)
+        except TimeoutError:
+            raise Overloaded(
+                f"no place became free within {self._max_waiting_seconds:g} s", "QUEUE_TIMEOUT", RETRY_AFTER_SECONDS
+            ) from None
+        finally:
+            self.waiting -= 1
+        if self.draining:
+            self._places.release()
+            self._refuse_when_draining()
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise Unavailable("the service is shutting down", "DRAINING", RETRY_AFTER_SECONDS)

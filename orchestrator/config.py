@@ -1,0 +1,196 @@
+"""What an operator can set on the orchestrator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config import parse_list, setting
+
+
+def _address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and int(port) < 65536
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """The Tandem orchestrator: runs the rounds of speculative decoding and serves the public API."""
+
+    target_addresses: tuple[str, ...] = setting(
+        "TANDEM_TARGET_ADDRESSES",
+        help="target replicas, comma-separated host:port",
+        parse=parse_list,
+        check=lambda value: bool(value) and all(map(_address, value)),
+        expected="at least one host:port",
+    )
+    tokenizer: str = setting(
+        "TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config"
+    )
+    redis_url: str = setting("TANDEM_REDIS_URL", help="the store of committed tokens, redis:// or rediss://")
+    draft_addresses: tuple[str, ...] = setting(
+        "TANDEM_DRAFT_ADDRESSES",
+        (),
+        help="draft replicas, comma-separated host:port; none: plain decoding",
+        parse=parse_list,
+        check=lambda value: all(map(_address, value)),
+    )
+    tokenizer_revision: str = setting("TANDEM_TOKENIZER_REVISION", "", help="revision of the tokenizer, if it is a name")
+    listen: str = setting(
+        "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
+    )
+    metrics_listen: str = setting(
+        "TANDEM_ORCHESTRATOR_METRICS_LISTEN",
+        "",
+        help="host:port for Prometheus; empty: no metrics endpoint",
+        check=lambda value: not value or _address(value),
+    )
+    num_speculative_tokens: int = setting(
+        "TANDEM_NUM_SPECULATIVE_TOKENS",
+        4,
+        help="gamma of requests that don't set it",
+        parse=int,
+        check=lambda value: 0 <= value <= 16,
+        expected="0 to 16",
+    )
+    max_speculative_tokens: int = setting(
+        "TANDEM_MAX_SPECULATIVE_TOKENS",
+        16,
+        help="largest gamma a request may ask for",
+        parse=int,
+        check=lambda value: 0 <= value <= 64,
+        expected="0 to 64",
+    )
+    look_ahead: bool = setting(
+        "TANDEM_LOOK_AHEAD",
+        False,
+        help="have the draft propose the token after the block too, to take the place of the bonus token",
+        parse=lambda text: text.lower() in ("1", "true", "yes", "on"),
+    )
+    max_tokens: int = setting(
+        "TANDEM_MAX_TOKENS",
+        4096,
+        help="most tokens one request may generate",
+        parse=int,
+        check=lambda value: value >= 1,
+        expected="at least 1",
+    )
+    max_running_requests: int = setting(
+        "TANDEM_MAX_RUNNING_REQUESTS",
+        32,
+        help="requests decoded at the same time",
+        parse=int,
+        check=lambda value: value >= 1,
+        expected="at least 1",
+    )
+    max_waiting_requests: int = setting(
+        "TANDEM_MAX_WAITING_REQUESTS",
+        256,
+        help="requests that may wait for a place; more are refused with RESOURCE_EXHAUSTED",
+        parse=int,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    max_waiting_seconds: float = setting(
+        "TANDEM_MAX_WAITING_SECONDS",
+        60.0,
+        help="longest wait for a place",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    draft_timeout_seconds: float = setting(
+        "TANDEM_DRAFT_TIMEOUT_SECONDS",
+        1.0,
+        help="how long a round waits for the draft before it goes on without",
+        parse=float,
+        check=lambda value: value > 0,
+        expected="more than 0",
+    )
+    draft_backoff_seconds: float = setting(
+        "TANDEM_DRAFT_BACKOFF_SECONDS",
+        1.0,
+        help="how long a request decodes plainly after its draft failed, before it tries again",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    target_timeout_seconds: float = setting(
+        "TANDEM_TARGET_TIMEOUT_SECONDS",
+        60.0,
+        help="how long a round waits for one answer of the target",
+        parse=float,
+        check=lambda value: value > 0,
+        expected="more than 0",
+    )
+    target_retry_seconds: float = setting(
+        "TANDEM_TARGET_RETRY_SECONDS",
+        30.0,
+        help="how long a request waits for a target to come back before it ends UNAVAILABLE",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    reader_timeout_seconds: float = setting(
+        "TANDEM_READER_TIMEOUT_SECONDS",
+        60.0,
+        help="how long a caller may leave its stream unread before the request is ended",
+        parse=float,
+        check=lambda value: value > 0,
+        expected="more than 0",
+    )
+    store_retry_seconds: float = setting(
+        "TANDEM_STORE_RETRY_SECONDS",
+        5.0,
+        help="how long a commit is retried while the store is away",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    store_timeout_seconds: float = setting(
+        "TANDEM_STORE_TIMEOUT_SECONDS",
+        2.0,
+        help="how long one answer of the store may take",
+        parse=float,
+        check=lambda value: value > 0,
+        expected="more than 0",
+    )
+    running_ttl_seconds: int = setting(
+        "TANDEM_RUNNING_TTL_SECONDS",
+        3600,
+        help="expiry of a running request's state, refreshed by each commit",
+        parse=int,
+        check=lambda value: value >= 1,
+        expected="at least 1",
+    )
+    finished_ttl_seconds: int = setting(
+        "TANDEM_FINISHED_TTL_SECONDS",
+        300,
+        help="how long a finished request's state is kept",
+        parse=int,
+        check=lambda value: value >= 1,
+        expected="at least 1",
+    )
+    drain_seconds: float = setting(
+        "TANDEM_DRAIN_SECONDS",
+        20.0,
+        help="how long running requests may go on after SIGTERM",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
+    log_level: str = setting(
+        "TANDEM_LOG_LEVEL",
+        "INFO",
+        help="DEBUG, INFO, WARNING or ERROR",
+        parse=str.upper,
+        check=lambda value: value in ("DEBUG", "INFO", "WARNING", "ERROR"),
+    )
+    log_format: str = setting(
+        "TANDEM_LOG_FORMAT", "text", help="text or json", check=lambda value: value in ("text", "json")
+    )
+    debug_invariants: bool = setting(
+        "TANDEM_DEBUG_INVARIANTS",
+        False,
+        help="check the dearer invariants of every round as well",
+        parse=lambda text: text.lower() in ("1", "true", "yes", "on"),
+    )

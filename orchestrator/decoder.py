@@ -1,0 +1,130 @@
+"""The rounds of one request: propose -> verify -> accept -> commit -> emit.
+
+The commit is the only point where tokens become real, and only what the caller sees waits for it: the next round's
+proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from tandem import wire
+from tandem.acceptance import Outcome, TargetRow, accept
+from tandem.randomness import Lane, uniforms
+
+from .completion import Completion, EmittedToken
+from .drafting import Block, Drafting
+from .prefix import Prefix
+from .request import GenerationPlan
+from .scoring import Scoring
+from .session_store import Ownership, SessionStore
+from .statistics import RoundStatistics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A block and the target's rows for it."""
+
+    block: Block
+    rows: list[TargetRow]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one round added to the completion."""
+
+    emitted: list[EmittedToken]
+    encoded: bytes
+
+
+class Decoder:
+    """Runs one request to its end."""
+
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        completion: Completion,
+        drafting: Drafting,
+        scoring: Scoring,
+        store: SessionStore,
+        ownership: Ownership,
+        statistics: RoundStatistics,
+    ) -> None:
+        self._plan = plan
+        self._completion = completion
+        self._drafting = drafting
+        self._scoring = scoring
+        self._store = store
+        self._ownership = ownership
+        self._statistics = statistics
+        self._prefix = Prefix(plan.prompt)
+        self._epoch = 0
+
+    async def rounds(self) -> AsyncGenerator[list[EmittedToken]]:
+        """Yields the committed tokens of each round. Raises RequestFailed; the store's errors pass through."""
+        scored = await self._propose_and_verify()
+        while True:
+            finished_round = self._accept(scored)
+            ahead = None if self._finished else asyncio.create_task(self._propose_and_verify())
+            try:
+                await self._commit(finished_round)
+                self._statistics.tokens_emitted()
+                yield finished_round.emitted
+                if ahead is None:
+                    return
+                scored = await ahead
+            finally:
+                if ahead is not None:
+                    ahead.cancel()
+
+    @property
+    def epoch(self) -> int:
+        """Commits so far, the one in flight included."""
+        return self._epoch
+
+    @property
+    def _finished(self) -> bool:
+        return self._completion.finish_reason is not None
+
+    async def _propose_and_verify(self) -> _Scored:
+        # One token comes from the target's own row, so a block longer than the rest is work for nothing.
+        gamma = min(self._plan.num_speculative_tokens, self._completion.remaining - 1)
+        block = await self._drafting.propose(self._prefix, self._epoch, gamma)
+        return _Scored(block, await self._scoring.verify(self._prefix, self._epoch, block))
+
+    def _accept(self, scored: _Scored) -> _Round:
+        block, length = scored.block, self._prefix.length
+        draws = uniforms(self._plan.sampling.seed, length, len(block.drafted) + 1)
+        pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
+        outcome = accept(block.drafted, scored.rows, pairs, block.look_ahead)
+        emitted = self._completion.take(outcome.token_ids, outcome.kinds)
+        self._record(block, outcome, len(emitted))
+        encoded = wire.encode_ids([token.token_id for token in emitted])
+        self._drafting.settle(length, outcome.accepted)
+        self._scoring.settle(length, outcome.accepted)
+        self._prefix.append(encoded)
+        self._epoch += 1
+        return _Round(emitted, encoded)
+
+    def _record(self, block: Block, outcome: Outcome, emitted: int) -> None:
+        # What lies past the completion's end was never tried, as far as anyone can see.
+        drafted = len(block.drafted) if emitted == len(outcome.token_ids) else min(len(block.drafted), emitted)
+        accepted = min(outcome.accepted, emitted)
+        self._statistics.round_done(drafted, accepted, outcome.expected_acceptance[:drafted])
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "round: drafted %d, accepted %d, emitted %d",
+                drafted,
+                accepted,
+                emitted,
+                extra={"request_id": self._plan.request_id, "cache_epoch": self._epoch},
+            )
+
+    async def _commit(self, finished_round: _Round) -> None:
+        length = self._prefix.length - len(finished_round.encoded) // wire.TOKEN_BYTES
+        await self._store.commit(self._ownership, self._epoch - 1, length, finished_round.encoded)

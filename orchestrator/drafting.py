@@ -1,0 +1,205 @@
+"""The draft's side of a round: a block of proposed tokens, or an empty one when the draft can't give it.
+
+The draft is optional. Whatever goes wrong with it (slow, gone, out of room, wrong) degrades the round to plain decoding,
+with a reason that is counted and logged; the request tries again after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from tandem import wire
+from tandem.acceptance import Drafted, DraftContractError, check_drafted
+from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
+
+from .prefix import Prefix
+from .statistics import RoundStatistics
+from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
+
+log = logging.getLogger(__name__)
+
+DraftPool = ReplicaPool[draft_pb2.ProposeItem, draft_pb2.Proposal]
+
+DRAFT: WorkerKind[draft_pb2.ProposeItem, draft_pb2.Proposal] = WorkerKind(
+    role="draft",
+    stub=draft_pb2_grpc.DraftServiceStub,
+    open_stream=lambda stub: stub.Propose(),
+    pack=lambda items, releases: draft_pb2.ProposeBatch(items=items, release_request_ids=releases),
+    answer=lambda result: result.proposal if result.WhichOneof("result") == "proposal" else None,
+)
+
+_REBUILD_REASONS = frozenset(
+    {worker_pb2.ERROR_REASON_CACHE_MISS, worker_pb2.ERROR_REASON_PREFIX_DIVERGED, worker_pb2.ERROR_REASON_INTERNAL}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """gamma draft tokens, and perhaps the draft's proposal for the position after them."""
+
+    drafted: tuple[Drafted, ...] = ()
+    look_ahead: Drafted | None = None
+
+
+PLAIN = Block()
+
+
+class _Degraded(Exception):
+    """No block this round; `final` if this request needs not try again."""
+
+    def __init__(self, reason: str, detail: str = "", *, final: bool = False) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.final = final
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingPolicy:
+    """How long the draft is waited for, and how long a request leaves it alone after a fault; seconds."""
+
+    timeout: float
+    backoff: float
+    look_ahead: bool
+
+
+class Drafting:
+    """One request's use of the draft."""
+
+    def __init__(
+        self,
+        request_id: str,
+        pool: DraftPool,
+        sampling: sampling_pb2.Sampling,
+        policy: DraftingPolicy,
+        vocabulary_size: int,
+        statistics: RoundStatistics,
+    ) -> None:
+        self._session = WorkerSession(request_id, pool)
+        self._sampling = sampling
+        self._policy = policy
+        self._vocabulary_size = vocabulary_size
+        self._statistics = statistics
+        self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
+        self._resume_at = 0.0
+        self._standing: _Degraded | None = None
+
+    async def propose(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+        """Up to gamma tokens that continue the prefix; never raises for a fault of the draft."""
+        if gamma == 0:
+            return PLAIN
+        try:
+            self._check_standing()
+            return await self._ask(prefix, epoch, gamma)
+        except _Degraded as degraded:
+            self._degrade(degraded, epoch)
+            return PLAIN
+
+    def settle(self, prefix_length: int, accepted: int) -> None:
+        """After a round on a prefix of `prefix_length` tokens: what the draft's cache still shares with the output."""
+        self._session.cached_length = min(self._session.cached_length, prefix_length + accepted)
+
+    def release(self) -> None:
+        """Ends the session at the draft."""
+        self._session.leave()
+
+    def _check_standing(self) -> None:
+        if self._standing is None:
+            return
+        if self._standing.final or time.monotonic() < self._resume_at:
+            raise _Degraded(self._standing.reason, final=self._standing.final)
+        self._standing = None
+
+    def _degrade(self, degraded: _Degraded, epoch: int) -> None:
+        self._statistics.degraded_round(degraded.reason)
+        if self._standing is not None:
+            return
+        self._standing = degraded
+        self._resume_at = time.monotonic() + self._policy.backoff
+        log.warning(
+            "no block from the draft (%s): %s",
+            degraded.reason,
+            degraded,
+            extra={"request_id": self._session.request_id, "cache_epoch": epoch},
+        )
+
+    async def _ask(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+        self._collect_late_answer()
+        for attempt in (1, 2):
+            try:
+                return await self._ask_once(prefix, epoch, gamma)
+            except ItemFailed as failed:
+                self._session.forget()
+                if attempt == 1 and failed.reason in _REBUILD_REASONS:
+                    self._statistics.rebuilds += 1
+                    continue
+                raise _degraded_by(failed) from failed
+            except StreamLost as lost:
+                self._session.forget()
+                raise _Degraded("draft_unavailable", str(lost)) from lost
+            except (DraftContractError, wire.WireError) as lie:
+                self._session.forget()
+                raise _Degraded("draft_invalid", str(lie)) from lie
+        raise AssertionError("the second attempt returns or raises")
+
+    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+        replica = self._session.seat()
+        if replica is None or replica.info is None:
+            raise _Degraded("draft_unavailable", "no draft replica is connected")
+        gamma = min(gamma, replica.info.context_length - prefix.length, replica.info.max_speculative_tokens)
+        if gamma < 1:
+            self._session.leave()
+            raise _Degraded("draft_context", "the draft's context is full", final=True)
+        opened = self._session.opened
+        item = draft_pb2.ProposeItem(
+            request_id=self._session.request_id,
+            cache_epoch=epoch,
+            prefix=prefix.update_from(self._session.cached_length),
+            sampling=None if opened else self._sampling,
+            num_speculative_tokens=gamma,
+            look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
+        )
+        answer = replica.submit(item)
+        done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)
+        if not done:
+            # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
+            self._late = (answer, prefix.length)
+            raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s")
+        proposal = answer.result()
+        self._session.cached_length = proposal.cached_length
+        return self._checked(proposal, gamma, item.look_ahead)
+
+    def _collect_late_answer(self) -> None:
+        if self._late is None:
+            return
+        answer, prefix_length = self._late
+        if not answer.done():
+            raise _Degraded("draft_timeout", "the answer is still outstanding")
+        self._late = None
+        if answer.cancelled() or answer.exception() is not None:
+            self._session.forget()
+        else:
+            self._session.cached_length = min(answer.result().cached_length, prefix_length)
+
+    def _checked(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Block:
+        if not 1 <= len(proposal.tokens) <= gamma + look_ahead:
+            raise DraftContractError(f"{len(proposal.tokens)} tokens where {gamma + look_ahead} were asked for")
+        tokens = [self._decoded(token) for token in proposal.tokens]
+        if len(tokens) > gamma:
+            return Block(tuple(tokens[:gamma]), tokens[gamma])
+        return Block(tuple(tokens))
+
+    def _decoded(self, token: draft_pb2.DraftedToken) -> Drafted:
+        ids = wire.decode_ids(token.support_ids)
+        q = wire.decode_probs(token.support_probs, ids.size)
+        return check_drafted(token.token_id, ids, q, self._vocabulary_size)
+
+
+def _degraded_by(failed: ItemFailed) -> _Degraded:
+    if failed.reason == worker_pb2.ERROR_REASON_INVALID_ARGUMENT:
+        return _Degraded("draft_refused", str(failed), final=True)
+    if failed.reason == worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED:
+        return _Degraded("draft_context", str(failed), final=True)
+    return _Degraded("draft_unavailable", str(failed))

@@ -1,0 +1,86 @@
+"""Why a request fails, as the caller sees it: a gRPC status with typed details, under 1 kB, never with the prompt."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "tandem"
+MAX_MESSAGE_CHARACTERS = 300
+
+
+class RequestFailed(Exception):
+    """Ends a request with a status. `reason` is machine-readable; `retry_after` in seconds, where it makes sense."""
+
+    code = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, reason: str, retry_after: float | None = None) -> None:
+        super().__init__(message[:MAX_MESSAGE_CHARACTERS])
+        self.reason = reason
+        self.retry_after = retry_after
+
+    def details(self) -> list[Message]:
+        """The google.rpc details of the status."""
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        if self.retry_after is not None:
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(int(self.retry_after * 1000))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        return details
+
+
+class InvalidArgument(RequestFailed):
+    """A field of the request is out of range; nothing was done."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}", "INVALID_ARGUMENT")
+        self.field = field
+        self.problem = problem[:MAX_MESSAGE_CHARACTERS]
+
+    def details(self) -> list[Message]:
+        """Adds the BadRequest that names the field."""
+        violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.problem)
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
+
+
+class AlreadyRunning(RequestFailed):
+    """The request id is taken."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Overloaded(RequestFailed):
+    """No room: try again later."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(RequestFailed):
+    """Something the request needs is away."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Aborted(RequestFailed):
+    """Another orchestrator has taken the request over."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+async def abort(context: grpc.aio.ServicerContext, failure: RequestFailed) -> NoReturn:
+    """Ends the call with the failure's status and details."""
+    details = []
+    for message in failure.details():
+        packed = any_pb2.Any()
+        packed.Pack(message)
+        details.append(packed)
+    status = status_pb2.Status(code=failure.code.value[0], message=str(failure), details=details)
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(failure.code, str(failure), trailing_metadata=trailers)
+    raise AssertionError("abort returns only by raising")

@@ -1,0 +1,36 @@
+"""The tokens of one request so far, in the forms that workers and store need them."""
+
+from __future__ import annotations
+
+from tandem import wire
+from tandem.v1 import worker_pb2
+
+
+class Prefix:
+    """Prompt and completion as encoded ids, with their running digest; it only ever grows."""
+
+    __slots__ = ("_digest", "_encoded")
+
+    def __init__(self, encoded_ids: bytes) -> None:
+        self._encoded = bytearray(encoded_ids)
+        self._digest = wire.PrefixDigest()
+        self._digest.append(encoded_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._digest.length
+
+    def append(self, encoded_ids: bytes) -> None:
+        """Adds tokens at the end."""
+        self._encoded += encoded_ids
+        self._digest.append(encoded_ids)
+
+    def update_from(self, base_length: int) -> worker_pb2.PrefixUpdate:
+        """What a worker that holds the first `base_length` tokens must be told. The last token is always among it."""
+        base_length = min(base_length, self.length - 1)
+        return worker_pb2.PrefixUpdate(
+            base_length=base_length,
+            token_ids=bytes(self._encoded[base_length * wire.TOKEN_BYTES :]),
+            digest=self._digest.digest(),
+        )

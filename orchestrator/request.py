@@ -1,0 +1,196 @@
+"""From a GenerateRequest to a plan in which every default is resolved and every limit checked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem import wire
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import sampling_pb2
+
+from .errors import InvalidArgument
+from .vocabulary import PromptNotEncodable, Vocabulary
+
+MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-3
+"""Below it, and above 0, logits divided by it leave float32; greedy is what the caller wants then."""
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_MESSAGES = 1024
+INLINE_PROMPT_CHARACTERS = 2048
+"""Encoding this much takes well under a millisecond; more goes to a thread."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ROLES = frozenset({"system", "user", "assistant"})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server and the target's model allow."""
+
+    context_length: int
+    vocabulary_size: int
+    max_tokens: int
+    max_speculative_tokens: int
+    default_speculative_tokens: int
+    end_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """One request, ready to run."""
+
+    request_id: str
+    prompt: bytes
+    """Encoded token ids."""
+    prompt_tokens: int
+    sampling: sampling_pb2.Sampling
+    num_speculative_tokens: int
+    max_tokens: int
+    min_tokens: int
+    end_token_ids: frozenset[int]
+    """Generation ends after any of these."""
+    stop: tuple[str, ...]
+    include_stop: bool
+
+
+async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:
+    """Validates everything that costs nothing first, then encodes the prompt. Raises InvalidArgument."""
+    request_id = _request_id(request)
+    _check_numbers(request, limits)
+    _check_stops(request, limits)
+    prompt = await _encode_prompt(request, vocabulary)
+    if not prompt:
+        raise InvalidArgument("prompt", "is empty, and the model has no token to start from")
+    if request.WhichOneof("prompt") == "token_ids" and max(prompt) >= limits.vocabulary_size:
+        raise InvalidArgument("token_ids", f"ids must be below the vocabulary's {limits.vocabulary_size}")
+    max_tokens = _max_tokens(request, len(prompt), limits)
+    min_tokens = request.min_tokens
+    if min_tokens > max_tokens:
+        raise InvalidArgument("min_tokens", f"is above max_tokens, {max_tokens}")
+    model_ends: frozenset[int] = frozenset() if request.ignore_eos else limits.end_token_ids
+    end_token_ids = model_ends | frozenset(request.stop_token_ids)
+    return GenerationPlan(
+        request_id=request_id,
+        prompt=wire.encode_ids(prompt),
+        prompt_tokens=len(prompt),
+        sampling=_sampling(request, vocabulary, len(prompt) + min_tokens if min_tokens else 0, end_token_ids),
+        num_speculative_tokens=_gamma(request, limits),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        end_token_ids=end_token_ids,
+        stop=tuple(request.stop),
+        include_stop=request.include_stop_str_in_output,
+    )
+
+
+def _request_id(request: api.GenerateRequest) -> str:
+    if not request.request_id:
+        return uuid.uuid4().hex
+    if not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidArgument("request_id", "must be 1 to 128 letters, digits, '-', '_', '.' or ':'")
+    return request.request_id
+
+
+def _check_numbers(request: api.GenerateRequest, limits: Limits) -> None:
+    _check_range(request, "temperature", 0.0, MAX_TEMPERATURE)
+    _check_range(request, "top_p", 0.0, 1.0, low_allowed=False)
+    _check_range(request, "min_p", 0.0, 1.0)
+    if request.HasField("max_tokens") and not 1 <= request.max_tokens <= limits.max_tokens:
+        raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_tokens}")
+    if request.HasField("num_speculative_tokens") and request.num_speculative_tokens > limits.max_speculative_tokens:
+        raise InvalidArgument("num_speculative_tokens", f"must be 0 to {limits.max_speculative_tokens}")
+    if request.acceptance_method not in sampling_pb2.AcceptanceMethod.values():
+        raise InvalidArgument("acceptance_method", "must be REJECTION or COUPLED")
+
+
+def _check_range(
+    request: api.GenerateRequest, field: str, low: float, high: float, *, low_allowed: bool = True
+) -> None:
+    value: float = getattr(request, field)
+    if not request.HasField(field):  # type: ignore[arg-type]
+        return
+    if not (math.isfinite(value) and low <= value <= high and (low_allowed or value > low)):
+        raise InvalidArgument(field, f"must be {'in [' if low_allowed else 'in ('}{low:g}, {high:g}]")
+
+
+def _check_stops(request: api.GenerateRequest, limits: Limits) -> None:
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidArgument("stop", f"at most {MAX_STOPS} strings")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
+        raise InvalidArgument("stop", f"strings must have 1 to {MAX_STOP_CHARACTERS} characters")
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    if any(token_id >= limits.vocabulary_size for token_id in request.stop_token_ids):
+        raise InvalidArgument("stop_token_ids", f"ids must be below the vocabulary's {limits.vocabulary_size}")
+
+
+async def _encode_prompt(request: api.GenerateRequest, vocabulary: Vocabulary) -> Sequence[int]:
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            return request.token_ids.ids
+        case "text":
+            if len(request.text) <= INLINE_PROMPT_CHARACTERS:
+                return vocabulary.encode_text(request.text)
+            return await asyncio.to_thread(vocabulary.encode_text, request.text)
+        case "messages":
+            return await _encode_messages(request.messages, vocabulary)
+        case _:
+            raise InvalidArgument("prompt", "one of text, token_ids or messages must be set")
+
+
+async def _encode_messages(chat: api.ChatMessages, vocabulary: Vocabulary) -> Sequence[int]:
+    messages = [(message.role, message.content) for message in chat.messages]
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidArgument("messages", f"must be 1 to {MAX_MESSAGES} messages")
+    if any(role not in _ROLES for role, _ in messages):
+        raise InvalidArgument("messages.role", "must be system, user or assistant")
+    try:
+        if sum(len(content) for _, content in messages) <= INLINE_PROMPT_CHARACTERS:
+            return vocabulary.encode_chat(messages)
+        return await asyncio.to_thread(vocabulary.encode_chat, messages)
+    except PromptNotEncodable as error:
+        raise InvalidArgument("messages", str(error)) from error
+
+
+def _max_tokens(request: api.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
+    room = limits.context_length - prompt_tokens
+    if room < 1:
+        raise InvalidArgument("prompt", f"has {prompt_tokens} tokens, the context holds {limits.context_length}")
+    if not request.HasField("max_tokens"):
+        return min(room, limits.max_tokens)
+    if request.max_tokens > room:
+        raise InvalidArgument(
+            "max_tokens", f"with a prompt of {prompt_tokens} tokens exceeds the context of {limits.context_length}"
+        )
+    return request.max_tokens
+
+
+def _gamma(request: api.GenerateRequest, limits: Limits) -> int:
+    if request.HasField("num_speculative_tokens"):
+        return request.num_speculative_tokens
+    return min(limits.default_speculative_tokens, limits.max_speculative_tokens)
+
+
+def _sampling(
+    request: api.GenerateRequest, vocabulary: Vocabulary, min_length: int, end_token_ids: frozenset[int]
+) -> sampling_pb2.Sampling:
+    defaults = vocabulary.defaults
+    temperature = request.temperature if request.HasField("temperature") else defaults.temperature
+    return sampling_pb2.Sampling(
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_k=request.top_k if request.HasField("top_k") else defaults.top_k,
+        top_p=request.top_p if request.HasField("top_p") else defaults.top_p,
+        min_p=request.min_p if request.HasField("min_p") else defaults.min_p,
+        seed=request.seed if request.HasField("seed") else secrets.randbits(64),
+        acceptance_method=request.acceptance_method or sampling_pb2.ACCEPTANCE_METHOD_REJECTION,
+        min_length=min_length,
+        end_token_ids=sorted(end_token_ids) if min_length else (),
+    )

@@ -1,0 +1,107 @@
+"""What all requests of one orchestrator share: vocabulary, worker pools, store, admission, and its readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+
+from tandem.v1 import worker_pb2
+
+from .admission import Admission
+from .config import OrchestratorConfig
+from .drafting import DRAFT, DraftingPolicy, DraftPool
+from .errors import Unavailable
+from .request import Limits
+from .scoring import TARGET, ScoringPolicy, TargetPool
+from .session_store import SessionStore, StoreUnavailable
+from .vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+READINESS_SECONDS = 0.5
+RETRY_AFTER_SECONDS = 2.0
+
+
+class Runtime:
+    """Built once at start; closed at the end."""
+
+    def __init__(self, config: OrchestratorConfig, vocabulary: Vocabulary, store: SessionStore) -> None:
+        self.vocabulary = vocabulary
+        self.store = store
+        self.owner = uuid.uuid4().hex
+        self.reader_timeout = config.reader_timeout_seconds
+        self.admission = Admission(
+            config.max_running_requests, config.max_waiting_requests, config.max_waiting_seconds
+        )
+        self.drafting_policy = DraftingPolicy(
+            config.draft_timeout_seconds, config.draft_backoff_seconds, config.look_ahead
+        )
+        self.scoring_policy = ScoringPolicy(config.target_timeout_seconds, config.target_retry_seconds)
+        self._config = config
+        self._changed = asyncio.Event()
+        self.targets = TargetPool(config.target_addresses, TARGET, vocabulary.check_target, self._changed.set)
+        self.drafts = DraftPool(config.draft_addresses, DRAFT, vocabulary.check_draft, self._changed.set)
+
+    def limits(self) -> Limits:
+        """What a request may ask for now; raises Unavailable while no target has described itself."""
+        infos = self._target_infos()
+        if not infos:
+            raise Unavailable("no target is connected yet", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS)
+        return Limits(
+            context_length=min(info.context_length for info in infos),
+            vocabulary_size=min(info.vocabulary_size for info in infos),
+            max_tokens=self._config.max_tokens,
+            max_speculative_tokens=min(
+                self._config.max_speculative_tokens, *(info.max_speculative_tokens for info in infos)
+            ),
+            default_speculative_tokens=self._config.num_speculative_tokens,
+            end_token_ids=self.vocabulary.end_token_ids.union(*(info.end_token_ids for info in infos)),
+        )
+
+    def target_model(self) -> str:
+        """The name of the target's model."""
+        infos = self._target_infos()
+        return infos[0].model if infos else ""
+
+    def _target_infos(self) -> list[worker_pb2.GetModelInfoResponse]:
+        return [replica.info for replica in self.targets.replicas if replica.info is not None]
+
+    async def watch_readiness(self, report: Callable[[bool], object]) -> None:
+        """Reports readiness whenever it changes, for as long as the task lives."""
+        was: str | None = "not asked yet"
+        ever_ready = False
+        while True:
+            hindrance = await self._hindrance(ever_ready)
+            if hindrance != was:
+                log.info("ready" if hindrance is None else f"not ready: {hindrance}")
+                report(hindrance is None)
+                was = hindrance
+            ever_ready = ever_ready or hindrance is None
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), READINESS_SECONDS)
+            except TimeoutError:
+                continue
+
+    async def _hindrance(self, ever_ready: bool) -> str | None:
+        if self.admission.draining:
+            return "draining"
+        if not self.targets.ready:
+            return "; ".join(["no target is connected", *self.targets.refusals])
+        # A draft of another vocabulary at start is a wrong configuration. One that comes later only costs its speed,
+        # and one that is merely away is no hindrance at all: requests are decoded without it.
+        if self.drafts.refusals and not self.drafts.ready and not ever_ready:
+            return "; ".join(self.drafts.refusals)
+        try:
+            await self.store.ping()
+        except StoreUnavailable as error:
+            return f"the store is not available: {error}"
+        return None
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        await self.drafts.close()
+        await self.targets.close()
+        await self.store.close()

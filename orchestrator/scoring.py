@@ -1,0 +1,172 @@
+"""The target's side of a round: its distribution at every position of a block.
+
+The target is the authority. When a replica goes, or has lost the session's cache, the block is scored again, by another
+replica or by the same one when it is back, with the cache rebuilt from the tokens so far. Nothing of a round counts
+before it is committed, and the target's draws are a function of (seed, position), so a repeated round is the same round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem import wire
+from tandem.acceptance import TargetRow
+from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
+
+from .drafting import Block
+from .errors import RequestFailed, Unavailable
+from .prefix import Prefix
+from .statistics import RoundStatistics
+from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
+
+log = logging.getLogger(__name__)
+
+TargetPool = ReplicaPool[target_pb2.VerifyItem, target_pb2.Verdict]
+
+TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
+    role="target",
+    stub=target_pb2_grpc.TargetServiceStub,
+    open_stream=lambda stub: stub.Verify(),
+    pack=lambda items, releases: target_pb2.VerifyBatch(items=items, release_request_ids=releases),
+    answer=lambda result: result.verdict if result.WhichOneof("result") == "verdict" else None,
+)
+
+P_SUM_TOLERANCE = 1e-3
+BUSY_PAUSE_SECONDS = 0.05
+RETRY_AFTER_SECONDS = 5.0
+
+_HOPELESS_REASONS = frozenset(
+    {
+        worker_pb2.ERROR_REASON_INVALID_ARGUMENT,
+        worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED,
+        worker_pb2.ERROR_REASON_STALE_CACHE_EPOCH,
+    }
+)
+_ELSEWHERE_REASONS = frozenset({worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, worker_pb2.ERROR_REASON_DRAINING})
+
+
+class TargetContractError(ValueError):
+    """The target's answer isn't a distribution over what it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPolicy:
+    """How long one answer may take, and how long a target that went is waited for; seconds."""
+
+    timeout: float
+    retry: float
+
+
+class Scoring:
+    """One request's use of the target."""
+
+    def __init__(
+        self,
+        request_id: str,
+        pool: TargetPool,
+        sampling: sampling_pb2.Sampling,
+        policy: ScoringPolicy,
+        vocabulary_size: int,
+        statistics: RoundStatistics,
+    ) -> None:
+        self._session = WorkerSession(request_id, pool)
+        self._pool = pool
+        self._sampling = sampling
+        self._policy = policy
+        self._vocabulary_size = vocabulary_size
+        self._statistics = statistics
+
+    async def verify(self, prefix: Prefix, epoch: int, block: Block) -> list[TargetRow]:
+        """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
+        give_up_at = time.monotonic() + self._policy.retry
+        while True:
+            had_cache = self._session.opened
+            try:
+                return await self._verify_once(prefix, epoch, block)
+            except ItemFailed as failed:
+                if failed.reason in _HOPELESS_REASONS:
+                    raise RequestFailed(f"the target refused the round: {failed}", "TARGET_REFUSED") from failed
+                if failed.reason in _ELSEWHERE_REASONS:
+                    self._session.leave()
+                fault: Exception = failed
+            except (StreamLost, TargetContractError, TimeoutError) as error:
+                self._session.leave()
+                fault = error
+            self._session.forget()
+            if had_cache:
+                self._statistics.rebuilds += 1
+            self._log_retry(fault, epoch)
+            await self._pause(give_up_at, fault)
+
+    def settle(self, prefix_length: int, accepted: int) -> None:
+        """After a round on a prefix of `prefix_length` tokens: what the target's cache still shares with the output."""
+        self._session.cached_length = min(self._session.cached_length, prefix_length + accepted)
+
+    def release(self) -> None:
+        """Ends the session at the target."""
+        self._session.leave()
+
+    def _log_retry(self, fault: Exception, epoch: int) -> None:
+        log.warning(
+            "the round is scored again: %s: %s",
+            type(fault).__name__,
+            fault,
+            extra={"request_id": self._session.request_id, "cache_epoch": epoch},
+        )
+
+    async def _pause(self, give_up_at: float, fault: Exception) -> None:
+        left = give_up_at - time.monotonic()
+        if left <= 0:
+            raise Unavailable(
+                f"no target scored the round within {self._policy.retry:g} s", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS
+            ) from fault
+        if self._pool.ready:
+            await asyncio.sleep(min(BUSY_PAUSE_SECONDS, left))
+        else:
+            await self._pool.wait_for_change(left)
+
+    async def _verify_once(self, prefix: Prefix, epoch: int, block: Block) -> list[TargetRow]:
+        replica = self._session.seat()
+        if replica is None:
+            raise StreamLost("no target replica is connected")
+        supports = [drafted.support_ids for drafted in block.drafted]
+        if block.look_ahead is not None:
+            supports.append(block.look_ahead.support_ids)
+        item = target_pb2.VerifyItem(
+            request_id=self._session.request_id,
+            cache_epoch=epoch,
+            prefix=prefix.update_from(self._session.cached_length),
+            sampling=None if self._session.opened else self._sampling,
+            draft_token_ids=wire.encode_ids([drafted.token_id for drafted in block.drafted]),
+            support_ids=[ids.tobytes() for ids in supports],
+        )
+        answer = replica.submit(item)
+        done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)
+        if not done:
+            raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s")
+        verdict = answer.result()
+        rows = self._checked(verdict, [ids.size for ids in supports], len(block.drafted) + 1)
+        self._session.cached_length = verdict.cached_length
+        return rows
+
+    def _checked(self, verdict: target_pb2.Verdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
+        if len(verdict.rows) != count:
+            raise TargetContractError(f"{len(verdict.rows)} rows where {count} were asked for")
+        sizes = [*sizes, 0][:count]
+        return [self._decoded(row, size) for row, size in zip(verdict.rows, sizes, strict=True)]
+
+    def _decoded(self, row: target_pb2.TargetRow, size: int) -> TargetRow:
+        try:
+            p = wire.decode_probs(row.support_probs, size)
+        except wire.WireError as error:
+            raise TargetContractError(str(error)) from error
+        total = float(p.sum()) + row.outside_mass
+        if not abs(total - 1.0) <= P_SUM_TOLERANCE or row.outside_mass < 0.0:
+            raise TargetContractError(f"p sums to {total:.6g}")
+        if row.outside_mass > 0.0 and row.outside_token_id >= self._vocabulary_size:
+            raise TargetContractError("a token outside of the vocabulary")
+        return TargetRow(p, row.outside_mass, row.outside_token_id)

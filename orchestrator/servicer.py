@@ -1,0 +1,182 @@
+"""The public API: from a call to a plan, a place, an ownership in the store, the rounds, and a stream of responses."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import orchestrator_pb2_grpc
+
+from .completion import Completion, EmittedToken
+from .decoder import Decoder
+from .drafting import Drafting
+from .errors import Aborted, AlreadyRunning, Overloaded, RequestFailed, Unavailable, abort
+from .metrics import Metrics
+from .request import GenerationPlan, plan_generation
+from .runtime import Runtime
+from .scoring import Scoring
+from .session_store import AlreadyExists, EpochConflict, FencedOff, Ownership, StateLost, StoreFull, StoreUnavailable
+from .statistics import RoundStatistics
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 2.0
+
+
+class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
+    """Serves OrchestratorService."""
+
+    def __init__(self, runtime: Runtime, metrics: Metrics) -> None:
+        self._runtime = runtime
+        self._metrics = metrics
+
+    async def Generate(
+        self, request: api.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """See proto/tandem/v1/orchestrator.proto."""
+        try:
+            await self._generate(request, context)
+        except RequestFailed as failure:
+            self._metrics.request_failed(failure.code.name)
+            log.info("%s: %s", failure.code.name, failure, extra={"request_id": request.request_id})
+            await abort(context, failure)
+
+    async def _generate(self, request: api.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        limits = self._runtime.limits()
+        plan = await plan_generation(request, self._runtime.vocabulary, limits)
+        statistics = RoundStatistics()
+        async with self._runtime.admission.place():
+            ownership = await self._create(plan, request)
+            finished = False
+            try:
+                async with aclosing(self._responses(plan, ownership, statistics)) as responses:
+                    async for response in responses:
+                        await self._write(context, response)
+                finished = True
+            except _STORE_FAULTS as fault:
+                raise _as_failure(fault) from fault
+            except asyncio.CancelledError:
+                # The caller is gone for good: it cancelled, or its deadline passed.
+                await asyncio.shield(self._forget(ownership))
+                raise
+            finally:
+                self._finish_log(plan, statistics, finished)
+
+    async def _create(self, plan: GenerationPlan, request: api.GenerateRequest) -> Ownership:
+        encoded = request.SerializeToString(deterministic=True)
+        fingerprint = hashlib.sha256(encoded).digest()
+        try:
+            return await self._runtime.store.create(
+                plan.request_id, fingerprint, plan.sampling.SerializeToString(), plan.prompt, self._runtime.owner
+            )
+        except AlreadyExists as error:
+            raise AlreadyRunning("request_id belongs to another request", "REQUEST_ID_TAKEN") from error
+        except _STORE_FAULTS as fault:
+            raise _as_failure(fault) from fault
+
+    async def _responses(
+        self, plan: GenerationPlan, ownership: Ownership, statistics: RoundStatistics
+    ) -> AsyncGenerator[api.GenerateResponse]:
+        runtime = self._runtime
+        completion = Completion(plan, runtime.vocabulary.decode)
+        size = runtime.limits().vocabulary_size
+        drafting = Drafting(
+            plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, statistics
+        )
+        scoring = Scoring(plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, statistics)
+        decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, statistics)
+        start: api.GenerationStart | None = _start(plan, runtime.target_model())
+        try:
+            async with aclosing(decoder.rounds()) as rounds:
+                async for emitted in rounds:
+                    response = _response(emitted, start)
+                    start = None
+                    if completion.finish_reason is not None:
+                        response.finish.CopyFrom(_finish(plan, completion, statistics))
+                        await runtime.store.finish(ownership, decoder.epoch, response.finish.SerializeToString())
+                    yield response
+        finally:
+            drafting.release()
+            scoring.release()
+
+    async def _write(self, context: grpc.aio.ServicerContext, response: api.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._runtime.reader_timeout):
+                await context.write(response)
+        except TimeoutError:
+            raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None
+
+    async def _forget(self, ownership: Ownership) -> None:
+        try:
+            await self._runtime.store.delete(ownership)
+        except _STORE_FAULTS as fault:
+            log.warning("state is left to expire: %s", fault, extra={"request_id": ownership.request_id})
+
+    def _finish_log(self, plan: GenerationPlan, statistics: RoundStatistics, finished: bool) -> None:
+        self._metrics.request_done(statistics, finished)
+        log.info(
+            "%s: %d rounds, %d drafted, %d accepted, %.3f s",
+            "finished" if finished else "ended early",
+            statistics.rounds,
+            statistics.drafted,
+            statistics.accepted,
+            time.monotonic() - statistics.started,
+            extra={"request_id": plan.request_id, "degraded": dict(statistics.degraded)},
+        )
+
+
+_STORE_FAULTS = (FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable)
+
+
+def _as_failure(fault: Exception) -> RequestFailed:
+    if isinstance(fault, FencedOff):
+        return Aborted("another orchestrator has taken the request over", "TAKEN_OVER")
+    if isinstance(fault, StoreFull):
+        return Overloaded("the store is full", "STORE_FULL", RETRY_AFTER_SECONDS)
+    if isinstance(fault, StoreUnavailable):
+        return Unavailable("the store is not available", "STORE_UNAVAILABLE", RETRY_AFTER_SECONDS)
+    return Unavailable("the request's state was lost in the store", "STATE_LOST", RETRY_AFTER_SECONDS)
+
+
+def _start(plan: GenerationPlan, model: str) -> api.GenerationStart:
+    return api.GenerationStart(
+        request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=model
+    )
+
+
+def _response(emitted: list[EmittedToken], start: api.GenerationStart | None) -> api.GenerateResponse:
+    return api.GenerateResponse(
+        start=start,
+        tokens=[api.GeneratedToken(token_id=t.token_id, kind=int(t.kind), text=t.text) for t in emitted],  # type: ignore[arg-type]
+        text="".join(token.text for token in emitted),
+    )
+
+
+def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStatistics) -> api.GenerationFinish:
+    if completion.finish_reason is None:
+        raise AssertionError("a completion that goes on has no finish")
+    return api.GenerationFinish(
+        reason=int(completion.finish_reason),  # type: ignore[arg-type]
+        usage=api.Usage(prompt_tokens=plan.prompt_tokens, completion_tokens=completion.length),
+        speculation=api.SpeculationStats(
+            rounds=statistics.rounds,
+            draft_tokens=statistics.drafted,
+            accepted_tokens=statistics.accepted,
+            draft_tokens_per_position=statistics.drafted_per_position,
+            accepted_tokens_per_position=statistics.accepted_per_position,
+            expected_accepted_tokens=statistics.expected_accepted,
+            mean_acceptance_length=statistics.mean_acceptance_length,
+            degraded_rounds=sum(statistics.degraded.values()),
+            rebuilds=statistics.rebuilds,
+            time_to_first_token_seconds=statistics.time_to_first_token,
+            total_seconds=time.monotonic() - statistics.started,
+            degraded_reasons=sorted(statistics.degraded),
+        ),
+    )

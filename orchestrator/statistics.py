@@ -1,0 +1,65 @@
+"""What happened in the rounds of one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RoundStatistics:
+    """Counted per token that was really emitted or drafted; a bonus token is never counted as accepted."""
+
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    rounds: int = 0
+    drafted_rounds: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    expected_accepted: float = 0.0
+    degraded: dict[str, int] = field(default_factory=dict)
+    rebuilds: int = 0
+
+    def round_done(self, drafted: int, accepted: int, expected_acceptance: Sequence[float]) -> None:
+        """Records a round of `drafted` tokens of which the first `accepted` stand."""
+        self.rounds += 1
+        if drafted:
+            self.drafted_rounds += 1
+        while len(self.drafted_per_position) < drafted:
+            self.drafted_per_position.append(0)
+            self.accepted_per_position.append(0)
+        for position in range(drafted):
+            self.drafted_per_position[position] += 1
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
+        self.expected_accepted += sum(expected_acceptance)
+
+    def degraded_round(self, reason: str) -> None:
+        """Records that a round went on without the block it wanted."""
+        self.degraded[reason] = self.degraded.get(reason, 0) + 1
+
+    def tokens_emitted(self) -> None:
+        """Notes the time of the first tokens."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens scored."""
+        return sum(self.drafted_per_position)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that became output."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds that had a block; 1 when none had."""
+        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds; 0 before the first token."""
+        return self.first_token - self.started if self.first_token is not None else 0.0

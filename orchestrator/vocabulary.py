@@ -1,0 +1,135 @@
+"""The target's tokenizer as the orchestrator uses it: encoding prompts, decoding tokens, checking workers' vocabularies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tandem.model_info import token_strings, vocabulary_fingerprint
+from tandem.v1 import worker_pb2
+
+from .worker_stream import IncompatibleWorker
+
+
+class PromptNotEncodable(ValueError):
+    """The chat template can't render the messages; the message says why, without their content."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling defaults from the model's generation config, with the API's own where it has none."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class Vocabulary:
+    """A loaded tokenizer. Reads are thread-safe; encoding a long prompt belongs off the event loop."""
+
+    def __init__(self, tokenizer: Any, generation_config: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = token_strings(tokenizer)
+        self._special_strings = [text for text in tokenizer.all_special_tokens if text]
+        self.defaults = _defaults(generation_config)
+        self.size = len(self._strings)
+        self.end_token_ids = _end_token_ids(tokenizer, generation_config)
+        self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
+
+    @classmethod
+    def load(cls, name: str, revision: str) -> Vocabulary:
+        """Loads from a folder or by name; raises OSError or ValueError when there is none."""
+        # transformers is slow to import, and only this needs it.
+        from transformers import AutoTokenizer
+        from transformers.utils import cached_file
+
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
+        found = cached_file(
+            name, "generation_config.json", revision=revision or None, _raise_exceptions_for_missing_entries=False
+        )
+        return cls(tokenizer, json.loads(Path(found).read_text()) if found else {})
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encodes as it stands, special-token text included, with the tokenizer's BOS at most once."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        # Templated text already starts with BOS, and the tokenizer adds another.
+        if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
+            return ids[1:]
+        return ids
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Renders (role, content) messages with the chat template and encodes; special-token text in a content is
+        encoded as plain text. Raises PromptNotEncodable."""
+        if not self._tokenizer.chat_template:
+            raise PromptNotEncodable("the model has no chat template; send text or token_ids")
+        if not any(special in content for _, content in messages for special in self._special_strings):
+            return self._encode_rendered(self._render(messages))
+        return self._encode_with_plain_contents(messages)
+
+    def _render(self, messages: Sequence[tuple[str, str]]) -> str:
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # the template is the model's own program and raises what it likes
+            raise PromptNotEncodable(f"the chat template refused the messages: {type(error).__name__}") from error
+        return rendered
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _encode_with_plain_contents(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        # The template is rendered around marks, so that only its own special tokens are read as such.
+        marks = [f"\ue000{index}\ue001" for index in range(len(messages))]
+        rest = self._render([(role, mark) for (role, _), mark in zip(messages, marks, strict=True)])
+        ids: list[int] = []
+        for (_, content), mark in zip(messages, marks, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise PromptNotEncodable("special-token text in a message that the chat template rewrites")
+            ids += self._encode_rendered(before)
+            ids += self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids + self._encode_rendered(rest)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def check_target(self, info: worker_pb2.GetModelInfoResponse) -> None:
+        """Raises IncompatibleWorker unless the target speaks of the same tokens as this tokenizer."""
+        self._check(info, "target")
+
+    def check_draft(self, info: worker_pb2.GetModelInfoResponse) -> None:
+        """Raises IncompatibleWorker unless the draft's tokens are the target's, or the first of them."""
+        self._check(info, "draft")
+
+    def _check(self, info: worker_pb2.GetModelInfoResponse, role: str) -> None:
+        if info.vocabulary_size > self.size:
+            raise IncompatibleWorker(
+                f"the {role} model {info.model} has {info.vocabulary_size} tokens, the tokenizer {self.size}"
+            )
+        if info.vocabulary_fingerprint != self._fingerprint(info.vocabulary_size):
+            raise IncompatibleWorker(
+                f"the {role} model {info.model} has other token strings than the tokenizer of the orchestrator"
+            )
+
+
+def _defaults(generation_config: dict[str, Any]) -> GenerationDefaults:
+    known = {name: generation_config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return GenerationDefaults(**{name: value for name, value in known.items() if value is not None})
+
+
+def _end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> frozenset[int]:
+    configured = generation_config.get("eos_token_id")
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids.add(tokenizer.eos_token_id)
+    return frozenset(token_id for token_id in ids if token_id is not None)

@@ -1,0 +1,74 @@
+"""One call of the public API, its responses gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import orchestrator_pb2_grpc
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a caller saw."""
+
+    ids: list[int]
+    kinds: list[int]
+    pieces: list[str]
+    text: str
+    reason: int
+    usage: tuple[int, int]
+    speculation: api.SpeculationStats
+    start: api.GenerationStart
+
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """Everything that must not depend on gamma."""
+        return (self.ids, self.text, self.reason, self.usage)
+
+
+def request(prompt: str | Sequence[int], **fields: Any) -> api.GenerateRequest:
+    """A request for text or token ids."""
+    if isinstance(prompt, str):
+        return api.GenerateRequest(text=prompt, **fields)
+    return api.GenerateRequest(token_ids=api.TokenIds(ids=prompt), **fields)
+
+
+def gather(responses: Iterable[api.GenerateResponse]) -> Generation:
+    """Reads a stream to its end and checks its shape."""
+    received = list(responses)
+    assert received
+    assert received[0].HasField("start")
+    assert [response.HasField("finish") for response in received] == [False] * (len(received) - 1) + [True]
+    tokens = [token for response in received for token in response.tokens]
+    finish = received[-1].finish
+    text = "".join(response.text for response in received)
+    assert text == "".join(token.text for token in tokens)
+    assert len(tokens) == finish.usage.completion_tokens
+    return Generation(
+        ids=[token.token_id for token in tokens],
+        kinds=[token.kind for token in tokens],
+        pieces=[response.text for response in received],
+        text=text,
+        reason=finish.reason,
+        usage=(finish.usage.prompt_tokens, finish.usage.completion_tokens),
+        speculation=finish.speculation,
+        start=received[0].start,
+    )
+
+
+def generate(channel: grpc.Channel, prompt: str | Sequence[int], **fields: Any) -> Generation:
+    """One blocking generation."""
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    return gather(stub.Generate(request(prompt, **fields), timeout=120))
+
+
+def generate_all(channel: grpc.Channel, requests: Iterable[api.GenerateRequest]) -> list[Generation]:
+    """Runs all requests at the same time; results in their order."""
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    calls = [stub.Generate(each, timeout=240) for each in requests]
+    return [gather(call) for call in calls]
