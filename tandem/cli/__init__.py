@@ -1,0 +1,1 @@
+"""The console script `tandem`: runs the services on one machine and talks to them."""

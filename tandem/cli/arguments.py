@@ -1,0 +1,103 @@
+"""What the command line accepts. Kept apart from what it does, so that --help answers without loading anything."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        description="Exact speculative decoding as services.",
+        epilog="Everything that isn't a flag is set by TANDEM_* variables; the README lists them.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(commands.add_parser("up", help="start the services and leave them running", allow_abbrev=False))
+    _add_home(commands.add_parser("down", help="stop the services that `up` started", allow_abbrev=False))
+    _add_status(commands.add_parser("status", help="show what runs", allow_abbrev=False))
+    _add_demo(commands.add_parser("demo", help="one answer, coloured, beside plain decoding", allow_abbrev=False))
+    _add_generate(commands.add_parser("generate", help="complete a prompt and stream the text", allow_abbrev=False))
+    return parser
+
+
+def _add_home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", metavar="DIR", help="state, logs and data [TANDEM_HOME, default .tandem]")
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    _add_home(parser)
+    group = parser.add_argument_group("services (a running one is named by its address and is then not started)")
+    for service, port in (("redis", 6399), ("draft", 50052), ("target", 50053), ("orchestrator", 50051)):
+        group.add_argument(
+            f"--{service}-listen",
+            metavar="HOST:PORT",
+            help=f"[TANDEM_{service.upper()}_LISTEN, default 127.0.0.1:{port}]",
+        )
+    group.add_argument("--redis-url", metavar="URL", help="[TANDEM_REDIS_URL]")
+    for service in ("draft", "target"):
+        group.add_argument(
+            f"--{service}-addresses", metavar="HOST:PORT,...", help=f"[TANDEM_{service.upper()}_ADDRESSES]"
+        )
+        group.add_argument(
+            f"--{service}-model", metavar="NAME|DIR", help=f"a name or a folder [TANDEM_{service.upper()}_MODEL]"
+        )
+    group.add_argument("--orchestrator-address", metavar="HOST:PORT", help="[TANDEM_ORCHESTRATOR_ADDRESS]")
+    group.add_argument(
+        "--ready-timeout", metavar="SECONDS", help="how long to wait for readiness [TANDEM_READY_TIMEOUT, default 180]"
+    )
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_home(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_colour(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--colour",
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="tell token kinds apart by colour; auto: on a terminal, unless NO_COLOR is set",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, max_tokens: int | None) -> None:
+    """The options that `generate` and `demo` share; an option that isn't given is left to the server."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="most tokens to generate")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before this many tokens")
+    group.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="0 keeps all")
+    group.add_argument("--top-p", type=float, metavar="P", help="1 keeps all")
+    group.add_argument("--min-p", type=float, metavar="P", help="0 keeps all")
+    group.add_argument("--seed", type=int, metavar="N", help="default: random, and reported")
+    group.add_argument("--gamma", type=int, metavar="N", help="draft tokens a round; 0 is plain decoding")
+    group.add_argument("--method", choices=("rejection", "coupled"), help="acceptance method")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    group.add_argument("--raw", action="store_true", help="complete the text as it stands, not as a chat message")
+    group.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the call")
+    _add_colour(parser)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="default: a question that the demo's model can answer")
+    _add_up(parser)
+    _add_sampling(parser, temperature=0.0, max_tokens=128)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input if it is missing or -")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="[TANDEM_ORCHESTRATOR_ADDRESS; default: what `tandem up` started]"
+    )
+    _add_home(parser)
+    _add_sampling(parser, temperature=None, max_tokens=None)
+    parser.add_argument("--request-id", default="", metavar="ID", help="default: made by the server")
+    parser.add_argument("--kinds", action="store_true", help="mark each token's kind by a letter: A, R or B")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    parser.add_argument("--stats", action="store_true", help="print a table of rounds and acceptance to standard error")

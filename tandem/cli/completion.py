@@ -1,0 +1,89 @@
+"""A finished generation with its times, as the caller saw them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tandem.client import Chunk, GeneratedToken, Generation, GenerationFinish, GenerationStart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """What came back, and when."""
+
+    start: GenerationStart
+    tokens: tuple[GeneratedToken, ...]
+    text: str
+    finish: GenerationFinish
+    first_token_seconds: float
+    total_seconds: float
+
+    @property
+    def seconds_per_output_token(self) -> float:
+        """Time for each token after the first; 0 if there is none."""
+        later = len(self.tokens) - 1
+        return (self.total_seconds - self.first_token_seconds) / later if later > 0 else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over the whole time, waiting for the first included."""
+        return len(self.tokens) / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    def acceptance_per_position(self) -> list[float]:
+        """How often a drafted token was accepted, by its position in the block."""
+        stats = self.finish.speculation
+        pairs = zip(stats.draft_tokens_per_position, stats.accepted_tokens_per_position, strict=True)
+        return [accepted / drafted if drafted else 0.0 for drafted, accepted in pairs]
+
+    def to_json(self) -> dict[str, Any]:
+        """One object for programs; seconds are this client's."""
+        return {
+            "request_id": self.start.request_id,
+            "model": self.start.model,
+            "seed": self.start.seed,
+            "text": self.text,
+            "token_ids": [token.token_id for token in self.tokens],
+            "kinds": [str(token.kind) for token in self.tokens],
+            "finish_reason": str(self.finish.reason),
+            "usage": {
+                "prompt_tokens": self.finish.prompt_tokens,
+                "completion_tokens": self.finish.completion_tokens,
+            },
+            "speculation": dataclasses.asdict(self.finish.speculation),
+            "time_to_first_token_seconds": round(self.first_token_seconds, 6),
+            "total_seconds": round(self.total_seconds, 6),
+        }
+
+
+def collect(generation: Generation, on_chunk: Callable[[Chunk], None]) -> Completion:
+    """Runs a generation to its end, showing each chunk on the way. The call is cancelled if that is interrupted."""
+    began = time.monotonic()
+    first: float | None = None
+    start: GenerationStart | None = None
+    finish: GenerationFinish | None = None
+    tokens: list[GeneratedToken] = []
+    text: list[str] = []
+    try:
+        for chunk in generation:
+            if chunk.tokens and first is None:
+                first = time.monotonic() - began
+            start, finish = start or chunk.start, finish or chunk.finish
+            tokens.extend(chunk.tokens)
+            text.append(chunk.text)
+            on_chunk(chunk)
+    finally:
+        generation.cancel()
+    total = time.monotonic() - began
+    # The client has checked that the stream was finished; a start comes with the first response.
+    assert finish is not None
+    return Completion(
+        start=start or GenerationStart("", 0, finish.prompt_tokens, ""),
+        tokens=tuple(tokens),
+        text="".join(text),
+        finish=finish,
+        first_token_seconds=total if first is None else first,
+        total_seconds=total,
+    )

@@ -1,0 +1,124 @@
+"""`tandem demo`: one answer with its tokens told apart, then the same prompt without speculation beside it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+
+from tandem.cli.completion import Completion, collect
+from tandem.cli.existing import usable_stack
+from tandem.cli.failure import calls_explained
+from tandem.cli.plan import plan_stack
+from tandem.cli.progress import Progress
+from tandem.cli.render import TokenPainter, use_colour
+from tandem.cli.request import options_of, prompt_of
+from tandem.cli.settings import StackSettings, load_settings, with_flags
+from tandem.cli.stack import Stack
+from tandem.cli.state import StateFile
+from tandem.cli.tables import speed_up, statistics_table
+from tandem.client import GenerationOptions, Prompt, TandemClient
+
+PROMPT = "Explain in three sentences why the sky is blue."
+
+
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Uses the services of `tandem up` if they run; else starts them, and stops them whatever happens."""
+    environment = with_flags(arguments, environment)
+    settings = load_settings(environment)
+    console = Console(highlight=False, soft_wrap=True)
+    text = arguments.prompt or PROMPT
+    screen = _Screen(console, use_colour(arguments.colour, sys.stdout, environment))
+    with running_stack(settings, Progress(console)) as address, _calls(address) as client:
+        _compare(client, prompt_of(arguments, text), text, options_of(arguments), arguments.timeout, screen)
+    console.print(f"logs: {settings.logs}", markup=False)
+    return 0
+
+
+@contextlib.contextmanager
+def running_stack(settings: StackSettings, progress: Progress) -> Iterator[str]:
+    """The orchestrator's address, for as long as the stack is needed."""
+    file = StateFile(settings.home)
+    stack: Stack | None = None
+    with file.locked():
+        running = usable_stack(settings, progress.note)
+        if running is not None:
+            progress.note(f"using the services that run at {running.orchestrator_address}")
+            address = running.orchestrator_address
+        else:
+            stack = Stack(plan_stack(settings), settings, "demo", progress)
+            stack.start()
+            address = stack.state.orchestrator_address
+    try:
+        yield address
+    finally:
+        if stack is not None:
+            stack.stop()
+
+
+@contextlib.contextmanager
+def _calls(address: str) -> Iterator[TandemClient]:
+    with TandemClient(address) as client, calls_explained(address):
+        yield client
+
+
+class _Screen:
+    """The demo's own output: coloured where there is colour, with letters where there is none."""
+
+    def __init__(self, console: Console, colour: bool) -> None:
+        self.console = console
+        self.colour = colour
+
+    def tokens(self) -> TokenPainter:
+        return TokenPainter(sys.stdout, colour=self.colour, letters=not self.colour)
+
+    def line(self, text: str = "") -> None:
+        print(text, flush=True)
+
+
+def _compare(
+    client: TandemClient,
+    prompt: Prompt,
+    text: str,
+    options: GenerationOptions,
+    timeout: float | None,
+    screen: _Screen,
+) -> None:
+    screen.line(f"\nprompt: {text}")
+    screen.line(f"tokens: {screen.tokens().legend()}\n")
+    speculative = _stream(client, prompt, options, timeout, screen)
+    # The same seed: with the coupled method, or greedily, the text must be the same too.
+    plain_options = dataclasses.replace(options, num_speculative_tokens=0, seed=speculative.start.seed)
+    screen.line("\nthe same without speculation (gamma = 0):\n")
+    plain = _stream(client, prompt, plain_options, timeout, screen)
+    block = len(speculative.finish.speculation.draft_tokens_per_position)
+    screen.console.print(statistics_table([(f"gamma = {block}", speculative), ("gamma = 0", plain)]))
+    screen.line(f"speed-up {speed_up(speculative, plain):.2f}x; {_equality(speculative, plain, options)}")
+
+
+def _stream(
+    client: TandemClient, prompt: Prompt, options: GenerationOptions, timeout: float | None, screen: _Screen
+) -> Completion:
+    completion = collect(client.generate(prompt, options, timeout=timeout), screen.tokens().show)
+    screen.line()
+    return completion
+
+
+def _equality(speculative: Completion, plain: Completion, options: GenerationOptions) -> str:
+    """Whether the texts are equal, and what that means for this kind of request."""
+    if [token.token_id for token in speculative.tokens] == [token.token_id for token in plain.tokens]:
+        return "both texts are equal, token for token"
+    shared = 0
+    for one, other in zip(speculative.tokens, plain.tokens, strict=False):
+        if one.token_id != other.token_id:
+            break
+        shared += 1
+    if options.temperature == 0 or (options.method is not None and options.method.value == "coupled"):
+        why = "a near tie that rounding decides; in float32 they agree"
+    else:
+        why = "as two draws from one distribution do"
+    return f"the texts differ after {shared} tokens ({why})"

@@ -1,0 +1,27 @@
+"""`tandem down`: stops what `tandem up` started, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from tandem.cli.progress import Progress
+from tandem.cli.settings import stack_home, with_flags
+from tandem.cli.stack import stop_services
+from tandem.cli.state import StateFile
+
+
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Processes are recognised by pid and start time; one that only has the pid of another is left alone."""
+    progress = Progress(Console(highlight=False))
+    file = StateFile(stack_home(with_flags(arguments, environment)))
+    with file.locked():
+        state = file.load()
+        alive = state.alive() if state is not None else ()
+        stop_services(alive, progress.note)
+        file.remove()
+    names = ", ".join(service.name for service in reversed(alive))
+    progress.note(f"stopped {names}" if names else "nothing was running")
+    return 0

@@ -1,0 +1,22 @@
+"""Which orchestrator a command talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.cli.address import parse_address
+from tandem.cli.settings import DEFAULT_LISTEN, EXTERNAL_VARIABLES, listen_variable, stack_home
+from tandem.cli.state import StateFile
+
+
+def orchestrator_address(flag: str | None, environment: Mapping[str, str]) -> str:
+    """The flag, else the variable, else what runs here, else where it would listen."""
+    variable = EXTERNAL_VARIABLES["orchestrator"]
+    named = flag or environment.get(variable)
+    if named:
+        return str(parse_address(named, "--address" if flag else variable).reachable())
+    state = StateFile(stack_home(environment)).load()
+    if state is not None and state.alive():
+        return state.orchestrator_address
+    listen = listen_variable("orchestrator")
+    return str(parse_address(environment.get(listen) or DEFAULT_LISTEN["orchestrator"], listen).reachable())

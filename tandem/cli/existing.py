@@ -1,0 +1,46 @@
+"""What to make of a stack that is on record when a command wants to start one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.cli.errors import CliError
+from tandem.cli.processes import is_alive
+from tandem.cli.settings import StackSettings
+from tandem.cli.stack import choices, differing, stop_services
+from tandem.cli.state import StackState, StateFile
+
+
+def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackState | None:
+    """The stack that `tandem up` left running, if it is whole and what was asked for; None if there is none.
+
+    Raises CliError where starting another one would be a surprise. What a killed demo left behind is cleared away.
+    """
+    file = StateFile(settings.home)
+    state = file.load()
+    if state is None:
+        return None
+    if not state.alive():
+        file.remove()
+        return None
+    if state.kind == "demo":
+        if is_alive(state.starter):
+            raise CliError(
+                f"a demo is running (pid {state.starter.pid}): wait for it, or set TANDEM_HOME to another folder"
+            )
+        note("stopping what a demo that was killed left behind")
+        stop_services(state.services, note)
+        file.remove()
+        return None
+    return _whole(state, settings)
+
+
+def _whole(state: StackState, settings: StackSettings) -> StackState:
+    dead = sorted({service.name for service in state.services} - {service.name for service in state.alive()})
+    if dead:
+        logs = ", ".join(service.log for service in state.services if service.name in dead)
+        raise CliError(f"{', '.join(dead)} of the running services has died (see {logs}): run `tandem down` first")
+    other = differing(state.choices, choices(settings))
+    if other:
+        raise CliError("\n  ".join(["services with other settings are running: run `tandem down` first", *other]))
+    return state

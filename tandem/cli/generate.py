@@ -1,0 +1,69 @@
+"""`tandem generate`: one call of the public API, streamed to the terminal or into a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+
+from tandem.cli.completion import Completion, collect
+from tandem.cli.endpoint import orchestrator_address
+from tandem.cli.errors import USAGE, CliError
+from tandem.cli.failure import calls_explained
+from tandem.cli.render import TokenPainter, use_colour
+from tandem.cli.request import options_of, prompt_of
+from tandem.cli.settings import with_flags
+from tandem.client import Chunk, TandemClient
+
+
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Streams the text to standard output; statistics and errors go to standard error."""
+    if arguments.raw and arguments.system:
+        raise CliError("--system is a chat message; it can't be used with --raw", USAGE)
+    prompt = prompt_of(arguments, read_prompt(arguments.prompt))
+    environment = with_flags(arguments, environment)
+    address = orchestrator_address(arguments.address, environment)
+    with TandemClient(address) as client, calls_explained(address):
+        try:
+            generation = client.generate(
+                prompt, options_of(arguments), request_id=arguments.request_id, timeout=arguments.timeout
+            )
+        except ValueError as error:
+            # A number that doesn't fit its field can't even be sent.
+            raise CliError(f"an option is out of range: {error}", USAGE) from error
+        if arguments.json:
+            print(json.dumps(collect(generation, _show_nothing).to_json(), ensure_ascii=False))
+            return 0
+        painter = TokenPainter(
+            sys.stdout, colour=use_colour(arguments.colour, sys.stdout, environment), letters=arguments.kinds
+        )
+        completion = collect(generation, painter.show)
+    if sys.stdout.isatty() and not completion.text.endswith("\n"):
+        print()
+    if arguments.stats:
+        _print_statistics(completion)
+    return 0
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt from the command line, else from standard input without its last line end, as `$(...)` in a shell."""
+    if argument not in (None, "-"):
+        return str(argument)
+    if argument is None and sys.stdin.isatty():
+        raise CliError('no prompt: tandem generate "…", or pass it to standard input', USAGE)
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _show_nothing(_: Chunk) -> None:
+    """With --json everything comes at the end."""
+
+
+def _print_statistics(completion: Completion) -> None:
+    from rich.console import Console
+
+    from tandem.cli.tables import statistics_table
+
+    console = Console(stderr=True)
+    console.print(statistics_table([(f"request {completion.start.request_id}", completion)]))
+    console.print(f"seed {completion.start.seed}, finished by {completion.finish.reason}", highlight=False)

@@ -1,0 +1,65 @@
+"""The entry point: reads the command line, runs one command, and turns every failure into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from tandem.cli.arguments import build_parser
+from tandem.cli.errors import BROKEN_PIPE, INTERRUPTED, CliError
+
+# What a missing extra looks like: the orchestrator's installation has `generate`, but no progress bars.
+_CLI_EXTRA = ("rich",)
+
+
+def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    parsed = build_parser().parse_args(arguments)
+    end_by_exception()
+    try:
+        return _run(parsed, os.environ if environment is None else environment)
+    except CliError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone, as `| head` does. Python would complain again when it flushes at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def end_by_exception() -> None:
+    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that what was started is stopped."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+def _run(parsed: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    try:
+        # Only now, so that --help and usage errors don't wait for what a command needs.
+        command = importlib.import_module(f"tandem.cli.{parsed.command}")
+    except ModuleNotFoundError as error:
+        if error.name in _CLI_EXTRA:
+            raise CliError(f"`tandem {parsed.command}` needs the extra `cli`: {error}") from error
+        if (error.name or "").startswith("tandem.v1"):
+            raise CliError("the stubs are missing: run `make proto`") from error
+        raise
+    code: int = command.run(parsed, environment)
+    return code
+
+
+def _fail(message: str, exit_code: int) -> int:
+    print(f"tandem: {message}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,168 @@
+"""Which services a stack consists of, and how each is started: settings in, commands and environments out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from tandem.cli.address import Address
+from tandem.cli.embedded_redis import embedded_redis_command
+from tandem.cli.errors import CliError
+from tandem.cli.settings import (
+    DEFAULT_MODELS,
+    MODEL_TARGETS,
+    StackSettings,
+    default_threads,
+    listen_variable,
+    model_variable,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How a service is asked whether it is ready. Any one of several addresses is enough."""
+
+    kind: Literal["grpc", "redis"]
+    addresses: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to start."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    listen: Address
+    listen_variable: str
+    endpoint: Endpoint
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExternalService:
+    """A running service that is used as it is."""
+
+    name: str
+    endpoint: Endpoint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackPlan:
+    """What to start, in this order, and what to use that is there already."""
+
+    services: tuple[ServiceSpec, ...]
+    external: tuple[ExternalService, ...]
+    orchestrator_address: str
+
+
+def plan_stack(settings: StackSettings) -> StackPlan:
+    """Plans the stack; raises CliError if a model folder is missing.
+
+    A running orchestrator has its own workers and store, so with one named there is nothing to start.
+    """
+    if "orchestrator" in settings.external:
+        address = settings.external["orchestrator"][0]
+        return StackPlan((), (ExternalService("orchestrator", Endpoint("grpc", (address,))),), address)
+    external = tuple(
+        ExternalService(name, Endpoint("redis" if name == "redis" else "grpc", addresses))
+        for name, addresses in settings.external.items()
+    )
+    services = []
+    if "redis" not in settings.external:
+        services.append(_redis(settings))
+    services.extend(_worker(settings, name) for name in ("draft", "target") if name not in settings.external)
+    services.append(_orchestrator(settings))
+    return StackPlan(tuple(services), external, str(settings.listen["orchestrator"].reachable()))
+
+
+def _redis(settings: StackSettings) -> ServiceSpec:
+    listen = settings.listen["redis"]
+    return ServiceSpec(
+        name="redis",
+        command=embedded_redis_command(listen, settings.home / "redis"),
+        environment={},
+        listen=listen,
+        listen_variable=listen_variable("redis"),
+        endpoint=Endpoint("redis", (_redis_url(settings),)),
+        detail="embedded Valkey",
+    )
+
+
+def _worker(settings: StackSettings, name: str) -> ServiceSpec:
+    model = settings.models[name]
+    _require_model(settings, name)
+    threads = f"TANDEM_{name.upper()}_THREADS"
+    return _python_service(
+        settings,
+        name,
+        f"{name}_service",
+        {
+            model_variable(name): model,
+            threads: settings.environment.get(threads) or str(default_threads(name)),
+        },
+        detail=Path(model).name,
+    )
+
+
+def _orchestrator(settings: StackSettings) -> ServiceSpec:
+    return _python_service(
+        settings,
+        "orchestrator",
+        "orchestrator",
+        {
+            "TANDEM_DRAFT_ADDRESSES": _worker_addresses(settings, "draft"),
+            "TANDEM_TARGET_ADDRESSES": _worker_addresses(settings, "target"),
+            "TANDEM_REDIS_URL": _redis_url(settings),
+            "TANDEM_TOKENIZER": settings.environment.get("TANDEM_TOKENIZER") or settings.models["target"],
+        },
+    )
+
+
+def _python_service(
+    settings: StackSettings, name: str, module: str, environment: Mapping[str, str], detail: str = ""
+) -> ServiceSpec:
+    listen = settings.listen[name]
+    return ServiceSpec(
+        name=name,
+        command=(sys.executable, "-m", module),
+        environment={
+            listen_variable(name): str(listen),
+            "TANDEM_LOG_FORMAT": settings.environment.get("TANDEM_LOG_FORMAT") or "text",
+            # A log that ends before the failure explains nothing.
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        },
+        listen=listen,
+        listen_variable=listen_variable(name),
+        endpoint=Endpoint("grpc", (str(listen.reachable()),)),
+        detail=detail,
+    )
+
+
+def _redis_url(settings: StackSettings) -> str:
+    if "redis" in settings.external:
+        return settings.external["redis"][0]
+    return f"redis://{settings.listen['redis'].reachable()}/0"
+
+
+def _worker_addresses(settings: StackSettings, name: str) -> str:
+    return ",".join(settings.external.get(name) or (str(settings.listen[name].reachable()),))
+
+
+def _require_model(settings: StackSettings, name: str) -> None:
+    """Fails early and in words where the model is a folder; a hub's name is left to the service."""
+    path = Path(settings.models[name])
+    if not path.is_absolute():
+        return
+    if path == settings.root / DEFAULT_MODELS[name] and not path.exists():
+        raise CliError(
+            f"the {name} model is missing: {path} (run `{MODEL_TARGETS[name]}`, or set {model_variable(name)})"
+        )
+    if not path.is_dir():
+        raise CliError(f"the {name} model is missing: {model_variable(name)}={path} is not a folder")
+    if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+        raise CliError(f"{model_variable(name)}={path} holds no model: neither config.json nor a .gguf file")

@@ -1,0 +1,87 @@
+"""Whether a service is ready, asked of the service itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.cli.plan import Endpoint
+
+# Short: a service that loads a model may hold its port without answering.
+PROBE_SECONDS = 0.5
+
+Probe = Callable[[], str]
+"""Asks once. Returns an empty string when ready, else in a few words why not."""
+
+
+@contextmanager
+def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
+    """A probe that keeps its connections while it is asked again and again."""
+    with ExitStack() as connections:
+        probes = [_open(endpoint.kind, address, connections) for address in endpoint.addresses]
+
+        def probe_any() -> str:
+            reasons = []
+            for probe in probes:
+                reason = probe()
+                if not reason:
+                    return ""
+                reasons.append(reason)
+            return reasons[0]
+
+        yield probe_any
+
+
+def _open(kind: str, address: str, connections: ExitStack) -> Probe:
+    if kind == "redis":
+        return _redis_probe(address, connections)
+    return _grpc_probe(address, connections)
+
+
+def _redis_probe(url: str, connections: ExitStack) -> Probe:
+    client = redis.Redis.from_url(url, socket_timeout=PROBE_SECONDS, socket_connect_timeout=PROBE_SECONDS, retry=None)
+    connections.callback(client.close)
+
+    def probe() -> str:
+        try:
+            client.ping()
+        except redis.BusyLoadingError:
+            return "loading"
+        except redis.AuthenticationError:
+            return "refuses the password"
+        except (redis.RedisError, OSError):
+            return "connecting"
+        return ""
+
+    return probe
+
+
+def _grpc_probe(address: str, connections: ExitStack) -> Probe:
+    # The default back-off grows to two minutes; a service that was just started deserves more attention.
+    options = [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+    channel = connections.enter_context(grpc.insecure_channel(address, options=options))
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    def probe() -> str:
+        try:
+            request = health_pb2.HealthCheckRequest(service="")
+            reply = stub.Check(request, timeout=PROBE_SECONDS)  # type: ignore[attr-defined]  # set in its __init__
+        except grpc.RpcError as error:
+            return _reason(error.code())
+        return "" if reply.status == health_pb2.HealthCheckResponse.SERVING else "loading"
+
+    return probe
+
+
+def _reason(code: grpc.StatusCode) -> str:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return "connecting"
+    return f"health check fails with {code.name}"

@@ -1,0 +1,81 @@
+"""Tokens as a person sees them: told apart by colour, or by a letter where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TextIO
+
+from tandem.client import Chunk, GeneratedToken, TokenKind
+
+_COLOURS = {TokenKind.ACCEPTED: "32", TokenKind.RECOVERED: "33", TokenKind.BONUS: "36"}
+_LETTERS = {TokenKind.ACCEPTED: "A", TokenKind.RECOVERED: "R", TokenKind.BONUS: "B"}
+_MEANINGS = {
+    TokenKind.ACCEPTED: "accepted from the draft",
+    TokenKind.RECOVERED: "recovered after a rejection",
+    TokenKind.BONUS: "bonus, from the target alone",
+}
+# A token that released no text: an end token, or a part of a character.
+_EMPTY = "<>"
+
+
+def use_colour(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether to colour: as asked, else on a terminal that can and whose user didn't say no."""
+    if choice != "auto":
+        return choice == "always"
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+class TokenPainter:
+    """Writes the chunks of one generation to a stream, as they come."""
+
+    def __init__(self, stream: TextIO, *, colour: bool, letters: bool) -> None:
+        self._stream = stream
+        self._colour = colour
+        self._letters = letters
+        self._text = ""
+        self._shown = 0
+
+    def show(self, chunk: Chunk) -> None:
+        """Writes what is new."""
+        self._text += chunk.text
+        if self._colour or self._letters:
+            for token in chunk.tokens:
+                self._stream.write(self.paint(token))
+                self._shown += len(token.text)
+            if chunk.finish is not None:
+                # Text that was held back until the end belongs to no token of this chunk.
+                self._stream.write(_visible(self._text[self._shown :]))
+        else:
+            self._stream.write(_visible(chunk.text) if self._stream.isatty() else chunk.text)
+        self._stream.flush()
+
+    def paint(self, token: GeneratedToken) -> str:
+        """One token with its mark."""
+        text = _visible(token.text)
+        if self._letters:
+            body = text.rstrip("\n")
+            # Before a line's end, so that the letter stays on the line of its token.
+            text = f"{body or _EMPTY}/{_LETTERS[token.kind]}{text[len(body) :]}"
+        if self._colour and text:
+            text = f"\x1b[{_COLOURS[token.kind]}m{text}\x1b[0m"
+        return text
+
+    def legend(self) -> str:
+        """What the marks mean."""
+        parts = []
+        for kind, meaning in _MEANINGS.items():
+            mark = f"{_LETTERS[kind]} {meaning}" if self._letters else meaning
+            parts.append(f"\x1b[{_COLOURS[kind]}m{mark}\x1b[0m" if self._colour else mark)
+        return " · ".join(parts) if self._stream.encoding.lower().startswith("utf") else " | ".join(parts)
+
+
+def _visible(text: str) -> str:
+    """Without control characters: what a model writes must not steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t " or ord(character) > 0x9F
+        else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )

@@ -1,0 +1,32 @@
+"""From parsed arguments to what the client sends."""
+
+from __future__ import annotations
+
+import argparse
+
+from tandem.client import GenerationOptions, Message, Method, Prompt
+
+
+def options_of(arguments: argparse.Namespace) -> GenerationOptions:
+    """The generation options among the arguments; what wasn't given is left to the server."""
+    return GenerationOptions(
+        max_tokens=arguments.max_tokens,
+        min_tokens=arguments.min_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        method=Method(arguments.method) if arguments.method else None,
+        num_speculative_tokens=arguments.gamma,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+
+
+def prompt_of(arguments: argparse.Namespace, text: str) -> Prompt:
+    """The prompt as a chat message, or as it stands with --raw."""
+    if arguments.raw:
+        return text
+    system = [Message("system", arguments.system)] if arguments.system else []
+    return [*system, Message("user", text)]

@@ -1,0 +1,186 @@
+"""The supervisor: starts a planned stack, waits until it is ready, and stops it again.
+
+Nothing it starts is ever left behind by accident: a failure or an interruption on the way stops what was started so far,
+and every process is on record before the next one starts, so that `tandem down` finds it even after a kill -9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tandem.cli.errors import CliError
+from tandem.cli.plan import ServiceSpec, StackPlan
+from tandem.cli.ports import require_free
+from tandem.cli.processes import ProcessIdentity, identify, is_alive, kill, spawn, stop
+from tandem.cli.progress import Progress
+from tandem.cli.readiness import Probe, open_probe
+from tandem.cli.settings import StackSettings
+from tandem.cli.state import RunningService, StackState, StateFile
+
+# Services drain their running requests on SIGTERM; longer than that is a hang.
+STOP_GRACE_SECONDS = 15.0
+_POLL_SECONDS = 0.1
+_LOG_LINES = 20
+
+
+class Stack:
+    """A stack being started, running, or being stopped by this command."""
+
+    def __init__(
+        self, plan: StackPlan, settings: StackSettings, kind: Literal["up", "demo"], progress: Progress
+    ) -> None:
+        starter = identify(os.getpid())
+        assert starter is not None
+        self._plan = plan
+        self._settings = settings
+        self._progress = progress
+        self._file = StateFile(settings.home)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self.state = StackState(kind, starter, plan.orchestrator_address, choices(settings))
+
+    def start(self) -> None:
+        """Starts every service and waits for readiness; on any failure stops what it has started."""
+        try:
+            for spec in self._plan.services:
+                require_free(spec.listen, spec.name, spec.listen_variable)
+            self._settings.logs.mkdir(parents=True, exist_ok=True)
+            for spec in self._plan.services:
+                self._start_one(spec)
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stops what this stack started."""
+        stop_services(self.state.services, self._progress.note)
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=1)
+        if self.state.services:
+            self._file.remove()
+
+    def _start_one(self, spec: ServiceSpec) -> None:
+        log = self._settings.logs / f"{spec.name}.log"
+        _keep_previous(log)
+        environment = {**self._settings.environment, **spec.environment}
+        try:
+            child = spawn(
+                spec.command, environment, self._settings.root, log, die_with_parent=self.state.kind == "demo"
+            )
+        except OSError as error:
+            raise CliError(f"{spec.name} can't be started: {error}") from error
+        self._children[spec.name] = child
+        # A child that has ended already is a zombie, which has no identity; its exit is reported by the wait below.
+        identity = identify(child.pid) or ProcessIdentity(child.pid, "ended")
+        self.state = self.state.with_service(
+            RunningService(spec.name, identity, str(spec.listen.reachable()), str(log), spec.detail)
+        )
+        self._file.save(self.state)
+
+    def _wait_ready(self) -> None:
+        endpoints = {spec.name: spec.endpoint for spec in self._plan.services}
+        endpoints |= {external.name: external.endpoint for external in self._plan.external}
+        deadline = time.monotonic() + self._settings.ready_timeout_seconds
+        with contextlib.ExitStack() as connections, self._progress:
+            waiting: dict[str, Probe] = {}
+            for name, endpoint in endpoints.items():
+                waiting[name] = connections.enter_context(open_probe(endpoint))
+                self._progress.begin(name, "" if name in self._children else "external")
+            while waiting:
+                self._check_children()
+                for name, probe in list(waiting.items()):
+                    reason = probe()
+                    if reason:
+                        self._progress.update(name, reason)
+                    else:
+                        self._progress.ready(name)
+                        del waiting[name]
+                if waiting and time.monotonic() >= deadline:
+                    raise self._not_ready(sorted(waiting))
+                time.sleep(_POLL_SECONDS if waiting else 0)
+        self._check_children()
+
+    def _check_children(self) -> None:
+        """Raises CliError with the end of the log if a service has exited."""
+        for name, child in self._children.items():
+            code = child.poll()
+            if code is not None:
+                how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+                raise CliError(f"{name} {how} while starting\n{self._log_end(name)}")
+
+    def _not_ready(self, names: Sequence[str]) -> CliError:
+        limit = self._settings.ready_timeout_seconds
+        ends = [self._log_end(name) for name in names if name in self._children]
+        external = [f"{name} is external: is it running?" for name in names if name not in self._children]
+        return CliError("\n".join([f"not ready within {limit:g} s: {', '.join(names)}", *external, *ends]))
+
+    def _log_end(self, name: str) -> str:
+        log = self._settings.logs / f"{name}.log"
+        return "\n".join([f"the end of {log}:", *(f"  | {line}" for line in last_lines(log, _LOG_LINES))])
+
+
+def stop_services(services: Iterable[RunningService], note: Callable[[str], None]) -> None:
+    """Stops services, callers before what they call. A second Ctrl-C kills what is left."""
+    left = [service for service in reversed(tuple(services)) if is_alive(service.process)]
+    try:
+        for service in left:
+            if not stop(service.process, STOP_GRACE_SECONDS):
+                note(f"{service.name} did not stop within {STOP_GRACE_SECONDS:g} s and was killed; see {service.log}")
+    except BaseException:
+        for service in left:
+            kill(service.process)
+        raise
+
+
+def choices(settings: StackSettings) -> dict[str, str]:
+    """The settings that a running stack must share with a new command, or that command would silently use others."""
+    return {
+        f"{group} {service}": str(value)
+        for group, values in (
+            ("model", settings.models),
+            ("listen", settings.listen),
+            ("external", {name: mask_password(",".join(urls)) for name, urls in settings.external.items()}),
+        )
+        for service, value in values.items()
+    }
+
+
+def mask_password(url: str) -> str:
+    """A URL without the password in it, fit for a screen and a file."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    if not separator or not at:
+        return url
+    user = credentials.partition(":")[0]
+    return f"{scheme}://{user}:***@{host}"
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last lines of a log, or a line that says that there are none."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return lines[-count:] or ["(empty)"]
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The choices in which two stacks differ, in words."""
+    return [
+        f"{name}: {before.get(name, 'none')} runs, {now.get(name, 'none')} was asked for"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _keep_previous(log: Path) -> None:
+    """The log of the run before stays readable beside the new one."""
+    with contextlib.suppress(FileNotFoundError):
+        log.replace(log.with_suffix(".log.1"))

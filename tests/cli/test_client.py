@@ -1,0 +1,87 @@
+"""The synchronous client: what it sends, what it gives back, and how it fails."""
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+
+from tandem.client import (
+    FieldViolation,
+    FinishReason,
+    GenerationOptions,
+    InvalidRequestError,
+    Message,
+    Method,
+    OverloadedError,
+    ProtocolError,
+    TandemClient,
+    TokenKind,
+    UnavailableError,
+    build_request,
+)
+from tandem.v1 import orchestrator_pb2 as pb
+from tandem.v1 import sampling_pb2
+
+
+def test_options_left_out_stay_the_servers():
+    request = build_request("text", GenerationOptions(), "")
+    assert request == pb.GenerateRequest(text="text")
+
+
+def test_zero_is_sent_and_not_taken_for_unset():
+    request = build_request("", GenerationOptions(temperature=0.0, num_speculative_tokens=0, top_k=0, seed=0), "")
+    for field in ("temperature", "num_speculative_tokens", "top_k", "seed"):
+        assert request.HasField(field)
+    assert request.WhichOneof("prompt") == "text"
+
+
+def test_every_kind_of_prompt():
+    options = GenerationOptions(method=Method.COUPLED, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True)
+    chat = build_request([Message("system", "s"), Message("user", "u")], options, "id")
+    assert [(message.role, message.content) for message in chat.messages.messages] == [("system", "s"), ("user", "u")]
+    assert chat.acceptance_method == sampling_pb2.ACCEPTANCE_METHOD_COUPLED
+    assert (list(chat.stop), list(chat.stop_token_ids), chat.ignore_eos) == (["a", "b"], [3], True)
+    assert list(build_request([1, 2], GenerationOptions(), "").token_ids.ids) == [1, 2]
+
+
+def test_chunks_are_plain_values(orchestrator):
+    with TandemClient(orchestrator.address) as client:
+        chunks = list(client.generate("hi"))
+    assert chunks[0].start.seed == 7
+    assert [token.kind for chunk in chunks for token in chunk.tokens] == [
+        TokenKind.ACCEPTED,
+        TokenKind.ACCEPTED,
+        TokenKind.BONUS,
+        TokenKind.ACCEPTED,
+        TokenKind.RECOVERED,
+    ]
+    assert chunks[-1].finish.reason is FinishReason.STOP
+    assert chunks[-1].finish.speculation.accepted_tokens_per_position == (2, 1)
+
+
+def test_refused_fields_are_named(orchestrator):
+    orchestrator.fail_invalid()
+    with TandemClient(orchestrator.address) as client, pytest.raises(InvalidRequestError) as caught:
+        next(client.generate("hi"))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.reason == "BAD_FIELD"
+    assert caught.value.violations == (FieldViolation("top_p", "must be in (0, 1]"),)
+
+
+def test_an_overloaded_server_says_when_to_come_back(orchestrator):
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(1500)
+    orchestrator.fail(code_pb2.RESOURCE_EXHAUSTED, "too many requests", retry)
+    with TandemClient(orchestrator.address) as client, pytest.raises(OverloadedError) as caught:
+        next(client.generate("hi"))
+    assert caught.value.retry_after_seconds == 1.5
+
+
+def test_nobody_listens(free_port):
+    with TandemClient(f"127.0.0.1:{free_port()}") as client, pytest.raises(UnavailableError):
+        next(client.generate("hi"))
+
+
+def test_a_stream_without_an_end_is_not_a_success(orchestrator):
+    orchestrator.responses = orchestrator.responses[:-1]
+    with TandemClient(orchestrator.address) as client, pytest.raises(ProtocolError):
+        list(client.generate("hi"))

@@ -1,0 +1,140 @@
+"""`tandem generate` against a scripted orchestrator, in this process and as a real one."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from google.rpc import code_pb2
+
+from tandem.cli.main import main
+
+
+@pytest.fixture
+def run(orchestrator, tmp_path, capsys):
+    def run_it(*arguments: str) -> tuple[int, str, str]:
+        environment = {"TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
+        code = main(["generate", *arguments], environment)
+        return code, *capsys.readouterr()
+
+    return run_it
+
+
+def test_only_the_text_goes_to_a_pipe(run, orchestrator):
+    assert run("Why?") == (0, "The sky is\nblue.", "")
+    (request,) = orchestrator.requests
+    assert [(message.role, message.content) for message in request.messages.messages] == [("user", "Why?")]
+    assert not request.HasField("temperature")
+
+
+def test_every_option_reaches_its_field(run, orchestrator):
+    code, _, _ = run(
+        *("--raw", "--max-tokens=9", "--min-tokens=1", "--temperature=0.5", "--top-k=3", "--top-p=0.9", "--min-p=0.1"),
+        *("--seed=18446744073709551615", "--gamma=0", "--method=coupled", "--stop=x", "--stop=y", "--ignore-eos"),
+        *("--request-id=abc", "text"),
+    )
+    assert code == 0
+    (request,) = orchestrator.requests
+    assert request.text == "text"
+    assert (request.max_tokens, request.min_tokens, request.top_k) == (9, 1, 3)
+    assert request.temperature == 0.5
+    assert request.top_p == pytest.approx(0.9)
+    assert request.min_p == pytest.approx(0.1)
+    assert request.seed == 2**64 - 1
+    assert request.HasField("num_speculative_tokens")
+    assert request.num_speculative_tokens == 0
+    assert (list(request.stop), request.ignore_eos, request.request_id) == (["x", "y"], True, "abc")
+
+
+def test_the_prompt_comes_from_standard_input(run, orchestrator, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
+    assert run("--raw")[0] == 0
+    assert orchestrator.requests[0].text == "two\nlines\n"
+
+
+def test_json_is_one_object(run):
+    code, out, err = run("Why?", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["text"] == "The sky is\nblue."
+    assert data["token_ids"] == [1, 2, 3, 4, 5]
+    assert data["kinds"] == ["accepted", "accepted", "bonus", "accepted", "recovered"]
+    assert data["finish_reason"] == "stop"
+    assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 5}
+    assert data["speculation"]["rounds"] == 2
+    assert (data["seed"], data["request_id"]) == (7, "r-1")
+
+
+def test_kinds_and_statistics(run):
+    code, out, err = run("Why?", "--kinds", "--stats")
+    assert code == 0
+    assert out == "The/A sky/A is/B<>/A\nblue/R."
+    assert "mean acceptance length" in err
+    assert "2.50" in err
+
+
+def test_a_refused_field_is_one_clear_line(run, orchestrator):
+    orchestrator.fail_invalid()
+    code, out, err = run("Why?")
+    assert (code, out) == (1, "")
+    assert err == "tandem: INVALID_ARGUMENT: the request is not valid (top_p: must be in (0, 1])\n"
+
+
+def test_the_services_own_reason_is_kept(run, orchestrator):
+    orchestrator.fail(code_pb2.UNAVAILABLE, "the target did not come back")
+    assert run("Why?")[2] == "tandem: UNAVAILABLE: the target did not come back\n"
+
+
+def test_nobody_listens(free_port, capsys):
+    assert main(["generate", "hi", "--address", f"127.0.0.1:{free_port()}"], {}) == 1
+    assert "`tandem up` starts one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seed=-1", "x"], ["--top-k=99999999999", "x"], ["--raw", "--system=s", "x"], ["--address=nowhere", "x"]],
+)
+def test_what_cannot_be_sent_is_a_usage_error(run, arguments, orchestrator):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("tandem: ")
+    assert not orchestrator.requests
+
+
+def test_unknown_flags_are_usage_errors():
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "--max-token", "5", "x"], {})
+    assert caught.value.code == 2
+
+
+def _process(orchestrator, tmp_path, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "tandem.cli", "generate", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_ctrl_c_cancels_the_call(orchestrator, tmp_path):
+    orchestrator.pause_seconds = 60
+    process = _process(orchestrator, tmp_path, "Why?")
+    assert process.stdout.read(10) == b"The sky is"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, b"tandem: interrupted\n")
+    deadline = time.monotonic() + 5
+    while not orchestrator.cancelled and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert orchestrator.cancelled == 1
+
+
+def test_a_reader_that_goes_away_is_no_traceback(orchestrator, tmp_path):
+    orchestrator.pause_seconds = 0.5
+    process = _process(orchestrator, tmp_path, "Why?")
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=10) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
