@@ -1,0 +1,48 @@
+"""`python -m draft_service`: see --help for the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+
+from draft_service import servicer
+from draft_service.config import DraftConfig
+from tandem import config, grpc_server, telemetry
+from tandem.engine.worker import Loaded, WorkerSpec, serve
+
+
+def main() -> int:
+    """Runs the service and returns its exit status."""
+    try:
+        settings = config.load(DraftConfig, sys.argv[1:], os.environ)
+    except config.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    telemetry.configure_logging("draft", settings.log_level, settings.log_format)
+
+    def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
+        # torch and transformers take seconds to import, and health answers meanwhile.
+        from draft_service.drafter import ModelDrafter
+        from tandem.engine import loading
+        from tandem.engine.engine import Engine
+        from tandem.engine.scheduler import StepLimits
+
+        model = loading.load(settings.model_options())
+        drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens)
+        limits = StepLimits(short_feed=settings.max_speculative_tokens + 1, prefill_chunk=settings.prefill_chunk)
+        return Loaded(model, Engine(model.lm, drafter, loop, limits=limits, on_death=on_death))
+
+    spec = WorkerSpec(
+        service=servicer.SERVICE,
+        listen_variable="TANDEM_DRAFT_LISTEN",
+        model_variable="TANDEM_DRAFT_MODEL",
+        add_servicer=servicer.add_to_server,
+        load=load,
+    )
+    return grpc_server.run(serve(settings, spec))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

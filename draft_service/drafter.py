@@ -1,0 +1,59 @@
+"""Drafting: a block is gamma steps of the draft model, which the blocks of other requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem import sampling
+from tandem.acceptance import Drafted
+from tandem.engine.faults import invalid
+from tandem.engine.job import Job
+from tandem.v1 import draft_pb2
+
+
+class ProposeJob(Job):
+    """A block under way."""
+
+    __slots__ = ("drafted", "wanted")
+
+    def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
+        super().__init__(cache_epoch, block, rows=1)
+        self.wanted = wanted
+        """Tokens to draw, the look-ahead included."""
+        self.drafted: list[Drafted] = []
+
+
+class ModelDrafter:
+    """The draft model's method: its results are lists of Drafted."""
+
+    def __init__(self, vocabulary_size: int, support_size: int, max_speculative_tokens: int) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._support_size = support_size
+        self._max_speculative_tokens = max_speculative_tokens
+
+    def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
+        """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
+        block = item.num_speculative_tokens
+        if not 1 <= block <= self._max_speculative_tokens:
+            raise invalid("num_speculative_tokens", f"{block}, expected 1 to {self._max_speculative_tokens}")
+        return ProposeJob(item.cache_epoch, block, block + item.look_ahead)
+
+    def begin(self, job: ProposeJob) -> None:
+        """The first step runs the prefix alone."""
+
+    def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
+        """Draws one token for each job; it is run in the next step, but for the last one of the block."""
+        drawn = sampling.draft_tokens(
+            logits,
+            [job.sampling for job in jobs],
+            [job.session.tokens.length for job in jobs],
+            self._vocabulary_size,
+            self._support_size,
+        )
+        for job, drafted in zip(jobs, drawn, strict=True):
+            job.session.tokens.append(drafted.token_id)
+            job.drafted.append(drafted)
+            if len(job.drafted) == job.wanted:
+                job.result = job.drafted

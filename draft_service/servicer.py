@@ -1,0 +1,62 @@
+"""DraftService over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+
+from tandem.engine.stream import Answer
+from tandem.engine.worker import WorkerState
+from tandem.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
+from tandem.wire import encode_ids, encode_probs
+
+SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Packed proposal streams and the model's description."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+
+    async def Propose(  # type: ignore[override]  # noqa: N802 - the stubs type the synchronous form; the name is the contract's
+        self,
+        request_iterator: AsyncIterator[draft_pb2.ProposeBatch],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        await self._state.serve_stream(request_iterator, context, pack)
+
+    async def GetModelInfo(  # type: ignore[override]  # noqa: N802
+        self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetModelInfoResponse:
+        return await self._state.model_info(context)
+
+
+def pack(answers: Sequence[Answer]) -> draft_pb2.ProposalBatch:
+    """Answers as one message."""
+    return draft_pb2.ProposalBatch(items=[_item(answer) for answer in answers])
+
+
+def _item(answer: Answer) -> draft_pb2.ProposalItem:
+    item = draft_pb2.ProposalItem(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
+    if answer.error is not None:
+        item.error.CopyFrom(answer.error)
+        return item
+    tokens = [
+        draft_pb2.DraftedToken(
+            token_id=drafted.token_id,
+            support_ids=encode_ids(drafted.support_ids),
+            support_probs=encode_probs(drafted.q),
+        )
+        for drafted in answer.result
+    ]
+    item.proposal.tokens.extend(tokens)
+    item.proposal.cached_length = answer.cached_length
+    return item
+
+
+def add_to_server(state: WorkerState, server: grpc.aio.Server) -> None:
+    """Registers the servicer."""
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(state), server)

@@ -1,0 +1,135 @@
+"""A causal language model over a slot cache: one padded forward for a ragged batch of sessions.
+
+Rows are aligned at the right, so that the wanted logits are the last ones of every row and `logits_to_keep` serves any
+transformers model, whatever it does between its last hidden state and its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.engine.slot_cache import LayerShape, SlotCache, StepView
+from tandem.wire import IdArray
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens that one session runs in a step."""
+
+    slot: int
+    start: int
+    """Position of the first token; the cache holds all tokens before it."""
+    token_ids: IdArray
+    """Never empty."""
+    rows: int
+    """How many of the last tokens' logits are wanted; 0 for a piece of a longer prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """How far the layers look back."""
+
+    layer_types: tuple[str, ...]
+    """The different types among the layers."""
+    window: int | None
+    """Tokens that a sliding layer sees, the query's own included."""
+
+
+class CausalLM:
+    """A transformers model with the slots of its sessions. Called from one thread only."""
+
+    def __init__(self, model: Any, pattern: AttentionPattern, cache: SlotCache, padded_vocabulary_size: int) -> None:
+        self._model = model
+        self._pattern = pattern
+        self.cache = cache
+        self.padded_vocabulary_size = padded_vocabulary_size
+        self.device: torch.device = model.device
+        self._columns = torch.arange(cache.columns, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """Runs the feeds, of different sessions, and stores their keys and values.
+
+        Returns the wanted logits, float32 [sum of rows, padded vocabulary], in the order of the feeds. Adjacent slots
+        in rising order are the fast case.
+        """
+        batch = len(feeds)
+        width = max(feed.token_ids.size for feed in feeds)
+        packed, columns = self._pack(feeds, width)
+        on_device = torch.from_numpy(packed).to(self.device, non_blocking=True)
+        cells = on_device[: 3 * batch * width].view(3, batch, width)
+        token_ids, positions = cells[0], cells[1]
+        slots = _as_slice(feeds)
+        self.cache.begin(
+            StepView(cells[2].reshape(-1), on_device[3 * batch * width :] if slots is None else slots, columns)
+        )
+        keep = max(1, max(feed.rows for feed in feeds))
+        output = self._model(
+            input_ids=token_ids,
+            attention_mask=self._mask(positions, columns),
+            position_ids=positions,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return _wanted_rows(output.logits, feeds, keep).float()
+
+    def _pack(self, feeds: Sequence[Feed], width: int) -> tuple[NDArray[np.int64], int]:
+        """Ids, positions and store rows [3, batch, width], then the slots [batch], in one buffer: one transfer."""
+        batch = len(feeds)
+        packed = np.empty(3 * batch * width + batch, dtype=np.int64)
+        token_ids, positions, write = packed[: 3 * batch * width].reshape(3, batch, width)
+        slots = packed[3 * batch * width :]
+        slots[:] = [feed.slot for feed in feeds]
+        starts = np.array([feed.start for feed in feeds])
+        sizes = np.array([feed.token_ids.size for feed in feeds])
+        # Padding repeats the first position, which is always visible to itself: no row of the mask is empty.
+        offsets = np.arange(width) - (width - sizes)[:, None]
+        real = offsets >= 0
+        np.maximum(offsets, 0, out=positions)
+        positions += starts[:, None]
+        write[:] = np.where(real, positions, self.cache.trash)
+        write += slots[:, None] * self.cache.columns
+        token_ids[:] = 0
+        token_ids[real] = np.concatenate([feed.token_ids for feed in feeds])
+        return packed, int((starts + sizes).max())
+
+    def _mask(self, positions: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """True where a query may look, [batch, 1, width, columns]; one for each layer type if they differ."""
+        seen_from = positions[:, None, :, None]
+        held = self._columns[:columns]
+        full = held <= seen_from
+        if SLIDING not in self._pattern.layer_types:
+            return full
+        assert self._pattern.window is not None
+        sliding = full & (held > seen_from - self._pattern.window)
+        return sliding if len(self._pattern.layer_types) == 1 else {FULL: full, SLIDING: sliding}
+
+
+def layer_shapes(cache: Any) -> list[LayerShape]:
+    """The shapes of the layers of a cache that a model has filled."""
+    return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
+
+
+def _as_slice(feeds: Sequence[Feed]) -> slice | None:
+    first = feeds[0].slot
+    if all(feed.slot == first + index for index, feed in enumerate(feeds)):
+        return slice(first, first + len(feeds))
+    return None
+
+
+def _wanted_rows(logits: torch.Tensor, feeds: Sequence[Feed], keep: int) -> torch.Tensor:
+    flat = logits.reshape(-1, logits.shape[-1])
+    if all(feed.rows == keep for feed in feeds):
+        return flat
+    wanted = [index * keep + keep - feed.rows + row for index, feed in enumerate(feeds) for row in range(feed.rows)]
+    return flat.index_select(0, torch.tensor(wanted, dtype=torch.int64).to(flat.device, non_blocking=True))

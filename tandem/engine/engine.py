@@ -1,0 +1,314 @@
+"""Continuous batching: items come in from streams, join the next step, and leave when they are done.
+
+The engine lives in its step thread, which alone touches sessions, slots and the model. The methods for the event loop
+only post commands. Cancels and releases are commands too, so they take effect between steps: a slot is never handed on
+while a forward uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol
+
+from tandem.engine.causal_lm import CausalLM
+from tandem.engine.faults import ItemFault, invalid
+from tandem.engine.job import JobT, Method, WorkItem
+from tandem.engine.scheduler import Batch, Scheduler, StepLimits
+from tandem.engine.session import Session
+from tandem.engine.slot_cache import SlotPool
+from tandem.engine.step_thread import StepThread
+from tandem.engine.stream import Answer, Stream
+from tandem.sampling import SamplingParams
+from tandem.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_CHARACTERS = 128
+_STOP_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and levels now; written by the step thread, to be read from anywhere."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    """Feeds of all decode forwards: divided by `decode_forwards`, the batch size that was reached."""
+    decode_forwards: int = 0
+    prefill_forwards: int = 0
+    busy_seconds: float = 0.0
+    sessions: int = 0
+    slots_used: int = 0
+    running: int = 0
+    cached_tokens: int = 0
+
+
+class Engine(Generic[JobT]):
+    """A model at work for many streams."""
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        method: Method[Any, JobT],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        limits: StepLimits,
+        on_death: Callable[[], None],
+    ) -> None:
+        self.stats = EngineStats()
+        self._lm = lm
+        self._method = method
+        self._loop = loop
+        self._on_death = on_death
+        self._slots = SlotPool(lm.cache.slots)
+        self._scheduler: Scheduler[JobT] = Scheduler(limits)
+        self._jobs: dict[Session, JobT] = {}
+        self._answers: dict[Stream, list[Answer]] = defaultdict(list)
+        self._draining = False
+        self._sessions = 0
+        self._thread = StepThread("engine", self._step, lambda _: self._call_loop(self._on_death))
+
+    # For the event loop.
+
+    def start(self) -> None:
+        """Starts the step thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the step thread; what runs is dropped."""
+        self._thread.stop(_STOP_SECONDS)
+
+    def submit(self, stream: Stream, items: Sequence[WorkItem]) -> None:
+        """Takes items; each is answered once through `stream.deliver`, unless the stream is closed first."""
+        self._thread.post(partial(self._admit_all, stream, items))
+
+    def release(self, stream: Stream, request_ids: Sequence[str]) -> None:
+        """Ends sessions, where they exist; what they run is answered CANCELLED."""
+        self._thread.post(partial(self._release_all, stream, request_ids))
+
+    def close(self, stream: Stream) -> None:
+        """Ends all sessions of the stream, without answers."""
+        self._thread.post(partial(self._close, stream))
+
+    def drain(self) -> None:
+        """New sessions are refused from now on."""
+        self._thread.post(self._start_draining)
+
+    async def call(self, function: Callable[[], None]) -> None:
+        """Runs `function` in the step thread and waits for it; its exception is raised here."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._thread.post(partial(self._run_for, function, done))
+        await done
+
+    # In the step thread.
+
+    def _admit_all(self, stream: Stream, items: Sequence[WorkItem]) -> None:
+        if stream.closed:
+            return
+        for item in items:
+            session = stream.sessions.get(item.request_id)
+            try:
+                self._admit(stream, item, session)
+            except ItemFault as fault:
+                self._fail(stream, item.request_id, item.cache_epoch, fault, session)
+            except Exception:
+                logger.exception(
+                    "admission failed", extra={"request_id": item.request_id, "cache_epoch": item.cache_epoch}
+                )
+                if session is not None:
+                    session.drop()
+                self._fail(stream, item.request_id, item.cache_epoch, _internal(), session)
+
+    def _admit(self, stream: Stream, item: WorkItem, known: Session | None) -> None:
+        session = known if known is not None else self._new_session(item)
+        session.check_epoch(item.cache_epoch)
+        if item.HasField("sampling"):
+            sampling = _sampling(item)
+        elif session.sampling is not None:
+            sampling = session.sampling
+        else:
+            raise invalid("sampling", "missing in the first item of the session")
+        job = self._method.admit(item)
+        self._replace_running(session, item.cache_epoch)
+        session.apply(item.prefix, job.block, self._lm.cache.max_length, self._lm.padded_vocabulary_size)
+        if session.slot is None:
+            session.slot = self._slots.acquire()
+            if session.slot is None:
+                raise ItemFault(
+                    worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
+                )
+        session.sampling = job.sampling = sampling
+        job.session, job.stream = session, stream
+        if known is None:
+            stream.sessions[item.request_id] = session
+            self._sessions += 1
+        self._method.begin(job)
+        self._jobs[session] = job
+        self._scheduler.add(job)
+
+    def _new_session(self, item: WorkItem) -> Session:
+        if not 1 <= len(item.request_id) <= MAX_REQUEST_ID_CHARACTERS:
+            raise invalid(
+                "request_id", f"{len(item.request_id)} characters instead of 1 to {MAX_REQUEST_ID_CHARACTERS}"
+            )
+        if self._draining:
+            raise ItemFault(worker_pb2.ERROR_REASON_DRAINING, "shutting down: no new session")
+        if item.prefix.base_length:
+            raise ItemFault(worker_pb2.ERROR_REASON_CACHE_MISS, "no such session on this stream")
+        return Session(item.request_id)
+
+    def _replace_running(self, session: Session, epoch: int) -> None:
+        """A newer item takes over. Of the same epoch it is a retry, and the one answer is for both."""
+        job = self._jobs.pop(session, None)
+        if job is None:
+            return
+        self._scheduler.remove(job)
+        if job.cache_epoch == epoch:
+            self._answers[job.stream].append(Answer(session.request_id, epoch, None))
+        else:
+            fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "a newer item of the session replaced this one")
+            self._fail(job.stream, session.request_id, job.cache_epoch, fault, session)
+
+    def _release_all(self, stream: Stream, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            session = stream.sessions.pop(request_id, None)
+            if session is None:
+                continue
+            job = self._end(session)
+            if job is not None:
+                fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
+                self._fail(stream, request_id, job.cache_epoch, fault, session)
+
+    def _close(self, stream: Stream) -> None:
+        stream.closed = True
+        for session in stream.sessions.values():
+            self._end(session)
+        stream.sessions.clear()
+        self._answers.pop(stream, None)
+
+    def _end(self, session: Session) -> JobT | None:
+        """Gives the slot back; returns the job that was running."""
+        job = self._jobs.pop(session, None)
+        if job is not None:
+            self._scheduler.remove(job)
+        self._sessions -= 1
+        if session.slot is not None:
+            self._slots.release(session.slot)
+            session.slot = None
+        return job
+
+    def _start_draining(self) -> None:
+        self._draining = True
+
+    def _run_for(self, function: Callable[[], None], done: asyncio.Future[None]) -> None:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            self._call_loop(partial(_set_exception, done, error))
+        else:
+            self._call_loop(partial(_set_result, done))
+
+    def _step(self) -> bool:
+        """One step; True while there is work left."""
+        self._flush()
+        for batch in self._scheduler.plan():
+            self._run(batch)
+        self._flush()
+        self._count_levels()
+        return len(self._scheduler) > 0
+
+    def _count_levels(self) -> None:
+        self.stats.sessions = self._sessions
+        self.stats.slots_used = self._slots.used
+        self.stats.running = len(self._scheduler)
+
+    def _run(self, batch: Batch[JobT]) -> None:
+        began = time.perf_counter()
+        try:
+            logits = self._lm.forward(batch.feeds)
+            ready = []
+            for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+                job.session.cached_length = feed.start + feed.token_ids.size
+                if feed.rows:
+                    ready.append(job)
+            if ready:
+                self._method.consume(ready, logits)
+        except Exception:
+            self._fail_batch(batch)
+            return
+        for job in ready:
+            if job.result is not None:
+                self._finish(job)
+        self.stats.busy_seconds += time.perf_counter() - began
+
+    def _finish(self, job: JobT) -> None:
+        self._scheduler.remove(job)
+        del self._jobs[job.session]
+        session = job.session
+        self._answers[job.stream].append(
+            Answer(session.request_id, job.cache_epoch, job.result, cached_length=session.cached_length)
+        )
+
+    def _fail_batch(self, batch: Batch[JobT]) -> None:
+        self.stats.failed_steps += 1
+        logger.exception(
+            "a step failed; the caches of its sessions are dropped",
+            extra={"request_id": ",".join(job.session.request_id for job in batch.jobs)},
+        )
+        for job in batch.jobs:
+            session = job.session
+            self._scheduler.remove(job)
+            del self._jobs[session]
+            session.drop()
+            self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
+
+    def _fail(self, stream: Stream, request_id: str, epoch: int, fault: ItemFault, session: Session | None) -> None:
+        seen, cached = (session.epoch, session.cached_length) if session is not None else (epoch, 0)
+        self._answers[stream].append(Answer(request_id, epoch, None, error=fault.to_proto(seen, cached)))
+
+    def _flush(self) -> None:
+        """Hands all answers to the event loop in one call."""
+        if self._answers:
+            answers, self._answers = self._answers, defaultdict(list)
+            self._call_loop(partial(_deliver, answers))
+
+    def _call_loop(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            logger.debug("the event loop is closed")
+
+
+def _deliver(answers: dict[Stream, list[Answer]]) -> None:
+    for stream, batch in answers.items():
+        stream.deliver(batch)
+
+
+def _set_result(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _set_exception(done: asyncio.Future[None], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+def _internal() -> ItemFault:
+    return ItemFault(worker_pb2.ERROR_REASON_INTERNAL, "a fault inside the worker; its log has the details")
+
+
+def _sampling(item: WorkItem) -> SamplingParams:
+    try:
+        return SamplingParams.from_proto(item.sampling)
+    except ValueError as error:
+        raise invalid("sampling", str(error)) from error

@@ -1,0 +1,72 @@
+"""One item while it is being worked on, and the contract between the engine and what is computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tandem.engine.session import Session
+from tandem.v1 import sampling_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.stream import Stream
+    from tandem.sampling import SamplingParams
+
+
+class WorkItem(Protocol):
+    """What ProposeItem and VerifyItem have in common."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def cache_epoch(self) -> int: ...
+    @property
+    def prefix(self) -> worker_pb2.PrefixUpdate: ...
+    @property
+    def sampling(self) -> sampling_pb2.Sampling: ...
+    @property
+    def traceparent(self) -> str: ...
+    def HasField(self, field_name: Any) -> bool: ...  # noqa: N802
+
+
+class Job:
+    """An admitted item: its session's tokens beyond `cached_length` are to be run, then `rows` of logits are wanted."""
+
+    __slots__ = ("block", "cache_epoch", "result", "rows", "sampling", "session", "stream")
+
+    sampling: SamplingParams
+    session: Session
+    stream: Stream
+
+    def __init__(self, cache_epoch: int, block: int, rows: int) -> None:
+        self.cache_epoch = cache_epoch
+        self.block = block
+        """gamma, without the look-ahead."""
+        self.rows = rows
+        self.result: Any = None
+        """Set by the method when the job is done."""
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be run before there are logits."""
+        return self.session.tokens.length - self.session.cached_length
+
+
+ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
+JobT = TypeVar("JobT", bound=Job)
+
+
+class Method(Protocol[ItemT_contra, JobT]):
+    """What is done with logits: verification or drafting. Called by the step thread only."""
+
+    def admit(self, item: ItemT_contra) -> JobT:
+        """Checks the item's own fields; raises ItemFault."""
+
+    def begin(self, job: JobT) -> None:
+        """The prefix is in the session; appends what is to be run with it."""
+
+    def consume(self, jobs: Sequence[JobT], logits: torch.Tensor) -> None:
+        """Uses the logits, float32 [sum of the jobs' rows, padded vocabulary]. A job that is done has its `result`
+        set; any other has appended tokens to run."""

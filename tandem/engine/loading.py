@@ -1,0 +1,223 @@
+"""Loading a model and giving it a slot cache: what runs once, before a worker is ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# transformers repeats keys and values for grouped-query attention unless told otherwise; on a CPU that is 2.4 times
+# slower with the same bits. It must be set before its attention runs.
+os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from tandem import model_info
+from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, Feed, layer_shapes
+from tandem.engine.slot_cache import SlotCache
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelError(Exception):
+    """A model can't be loaded or can't be served by this engine; one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, and how to run it."""
+
+    model: str
+    """A name on the hub, or a folder."""
+    revision: str = "main"
+    device: str = "auto"
+    dtype: str = "auto"
+    gguf_file: str = ""
+    trust_remote_code: bool = False
+    threads: int = 0
+    """CPU threads; 0 leaves torch's default."""
+    slots: int = 32
+    context_length: int = 0
+    """Most tokens of a session; 0: the model's own, as far as kv_memory_bytes allows."""
+    kv_memory_bytes: int = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready to run, and what GetModelInfo says about it."""
+
+    lm: CausalLM
+    name: str
+    vocabulary_size: int
+    padded_vocabulary_size: int
+    vocabulary_fingerprint: bytes
+    end_token_ids: tuple[int, ...]
+    context_length: int
+    slots: int
+    dtype: str
+    device: str
+
+
+def load(options: ModelOptions) -> ServedModel:
+    """Loads the model, sizes its cache, and checks by a real forward that the engine computes what the model does.
+
+    Raises ModelError.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    model, tokenizer = _from_pretrained(options, dtype, device)
+    config = model.config.get_text_config()
+    pattern = _attention_pattern(config)
+    probe = _probe(model)
+    shapes = layer_shapes(probe)
+    bytes_per_token = sum(shape.numbers for shape in shapes) * probe.layers[0].keys.element_size()
+    context_length = _context_length(options, config, bytes_per_token)
+    cache = SlotCache(shapes, options.slots, context_length, probe.layers[0].keys.dtype, device)
+    logger.info(
+        "KV cache: %d slots of %d tokens, %.1f MiB (%.1f KiB a token)",
+        options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
+    )  # fmt: skip
+    padded = int(model.get_output_embeddings().weight.shape[0])
+    lm = CausalLM(model, pattern, cache, padded)
+    _check_against_model(model, lm)
+    strings = model_info.token_strings(tokenizer)
+    vocabulary_size = min(len(strings), padded)
+    return ServedModel(
+        lm=lm,
+        name=options.model,
+        vocabulary_size=vocabulary_size,
+        padded_vocabulary_size=padded,
+        vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings[:vocabulary_size]),
+        end_token_ids=tuple(model_info.end_token_ids(model.generation_config, tokenizer)),
+        context_length=context_length,
+        slots=options.slots,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} can't be used: {_one_line(error)}") from error
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[name]
+
+
+def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    if options.gguf_file:
+        source["gguf_file"] = options.gguf_file
+    where = "folder" if Path(options.model).is_dir() else "no local folder of that name; on the hub"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=None if options.gguf_file else True,
+            **source,
+        )
+    except Exception as error:  # the loaders of a dozen libraries raise whatever they like
+        raise ModelError(f"can't load model {options.model!r} ({where}): {_one_line(error)}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def _attention_pattern(config: Any) -> AttentionPattern:
+    """Raises ModelError for layers whose state can't be rolled back or isn't kept by position."""
+    window = getattr(config, "sliding_window", None)
+    declared = getattr(config, "layer_types", None) or [SLIDING if window else FULL]
+    types = tuple(sorted(set(declared)))
+    unsupported = set(types) - {FULL, SLIDING}
+    if unsupported:
+        raise ModelError(
+            f"model type {config.model_type!r} has layers of type {', '.join(sorted(unsupported))}: "
+            "only full and sliding-window attention can be rolled back"
+        )
+    return AttentionPattern(types, int(window) if SLIDING in types else None)
+
+
+@torch.inference_mode()
+def _probe(model: Any) -> DynamicCache:
+    """Runs one token to learn the shapes of the layers' keys and values."""
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1)
+    except Exception as error:
+        raise ModelError(f"model type {model.config.model_type!r} can't be run: {_one_line(error)}") from error
+    # Exactly these classes: subclasses add state of another kind.
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    if not cache.layers or not all(type(layer) in known and layer.is_initialized for layer in cache.layers):
+        raise ModelError(
+            f"model type {model.config.model_type!r} keeps state other than keys and values (recurrent or linear "
+            "attention), which can't be rolled back"
+        )
+    return cache
+
+
+def _context_length(options: ModelOptions, config: Any, bytes_per_token: int) -> int:
+    own = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if options.context_length:
+        if own and options.context_length > own:
+            raise ModelError(f"context length {options.context_length} is beyond the model's {own}")
+        return options.context_length
+    affordable = options.kv_memory_bytes // (bytes_per_token * options.slots) - 1
+    if affordable < 1:
+        raise ModelError(f"KV memory of {options.kv_memory_bytes} bytes holds no token for each of the slots")
+    return min(own, affordable) if own else affordable
+
+
+@torch.inference_mode()
+def _check_against_model(model: Any, lm: CausalLM) -> None:
+    """One real, ragged forward over the slot cache must give the logits of the model's own forward.
+
+    This is what tells a model whose positions or masks the engine can't steer from one it can.
+    """
+    length = min(7, lm.cache.max_length)
+    token_ids = np.arange(length, dtype=np.uint32) % lm.padded_vocabulary_size
+    expected = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None].to(model.device)).logits[0].float()
+    first = max(1, length // 2)
+    try:
+        feeds = [Feed(0, 0, token_ids[:first], 1)]
+        if lm.cache.slots > 1:
+            feeds.append(Feed(1, 0, token_ids, length))
+        lm.forward(feeds)
+        # Over the same slots, from the middle: the rest of the tokens beside one token fed again.
+        feeds = [Feed(0, first, token_ids[first:], length - first)] if first < length else []
+        if lm.cache.slots > 1:
+            feeds.append(Feed(1, length - 1, token_ids[-1:], 1))
+        logits = lm.forward(feeds) if feeds else expected[first:]
+    except Exception as error:
+        raise ModelError(f"model type {model.config.model_type!r} can't use the cache: {_one_line(error)}") from error
+    wanted = torch.cat([expected[first:], expected[-1:]])[: logits.shape[0]]
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    difference = float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+    if not difference <= tolerance:
+        raise ModelError(
+            f"model type {model.config.model_type!r} gives other logits over the slot cache (relative difference "
+            f"{difference:.2g}): it doesn't follow the positions and masks it is given"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

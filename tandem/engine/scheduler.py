@@ -1,0 +1,108 @@
+"""Which tokens of which jobs run in a step.
+
+Short feeds (verifications, draft steps, plain decoding) share one forward. Long feeds, that is prefills, are cut into
+chunks which run as a forward of their own, at most one in a step, so that a row of six tokens is never padded to a
+chunk and decoding waits for one chunk at most. Jobs are served in rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+from tandem.engine.causal_lm import Feed
+from tandem.engine.job import JobT
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Bounds of one step, in tokens."""
+
+    short_feed: int = 17
+    """Longest feed that shares the decode forward."""
+    prefill_chunk: int = 256
+    """Padded tokens of a prefill forward."""
+    decode_tokens: int = 2048
+    """Padded tokens of a decode forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[JobT]):
+    """One forward: feeds in rising order of slots, each with its job."""
+
+    jobs: list[JobT]
+    feeds: list[Feed]
+
+
+class Scheduler(Generic[JobT]):
+    """The jobs that are running, in the order in which they are served."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self._jobs: dict[JobT, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: JobT) -> None:
+        """Takes the job into the next step."""
+        self._jobs[job] = None
+
+    def remove(self, job: JobT) -> None:
+        """Takes the job out; it must not be in a step that runs."""
+        self._jobs.pop(job, None)
+
+    def plan(self) -> list[Batch[JobT]]:
+        """The forwards of the next step: none, one or two. A job is in at most one of them."""
+        short: list[JobT] = []
+        long: list[JobT] = []
+        for job in self._jobs:
+            (short if job.pending <= self._limits.short_feed else long).append(job)
+        batches = []
+        if short:
+            batches.append(self._batch(self._fit(short, self._limits.short_feed, self._limits.decode_tokens)))
+        if long:
+            batches.append(self._batch(self._fit(long, self._limits.prefill_chunk, self._limits.prefill_chunk)))
+        return batches
+
+    def _fit(self, jobs: list[JobT], longest: int, budget: int) -> list[tuple[JobT, int]]:
+        """The first jobs, with the size of each one's feed, that fit into the budget when padded to the widest."""
+        chosen: list[tuple[JobT, int]] = []
+        width = 0
+        for job in jobs:
+            size = _feed_size(job, longest)
+            if chosen and (len(chosen) + 1) * max(width, size) > budget:
+                continue
+            width = max(width, size)
+            chosen.append((job, size))
+        if len(chosen) < len(jobs):
+            for job, _ in chosen:  # served now, so last in the next round
+                del self._jobs[job]
+                self._jobs[job] = None
+        return chosen
+
+    @staticmethod
+    def _batch(chosen: list[tuple[JobT, int]]) -> Batch[JobT]:
+        chosen.sort(key=_slot)
+        return Batch([job for job, _ in chosen], [_feed(job, size) for job, size in chosen])
+
+
+def _slot(chosen: tuple[JobT, int]) -> int:
+    slot = chosen[0].session.slot
+    assert slot is not None
+    return slot
+
+
+def _feed_size(job: JobT, longest: int) -> int:
+    """All that is pending, or a chunk that leaves the wanted rows for a later one."""
+    pending = job.pending
+    return pending if pending <= longest else min(longest, pending - job.rows)
+
+
+def _feed(job: JobT, size: int) -> Feed:
+    session = job.session
+    assert session.slot is not None
+    start = session.cached_length
+    end = start + size
+    rows = job.rows if end == session.tokens.length else 0
+    return Feed(session.slot, start, session.tokens.view(start, end), rows)

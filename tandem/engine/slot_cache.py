@@ -1,0 +1,135 @@
+"""A KV cache of fixed slots: one preallocated store per layer, in which a token's column is its position.
+
+A slot holds one session. Rolling back is forgetting a length: columns beyond it are masked, since a query at position p
+sees exactly the columns 0 .. p, and they are written again before they are seen. Nothing is copied or freed.
+
+Each slot has one column more than the longest session, the trash column: padding of a ragged batch is written there
+and never read. Sliding-window layers keep the full history too, under a narrower mask, so that they can roll back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores for one token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers for one token, keys and values together."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """Which part of the stores one forward writes and reads; set by the engine before each forward."""
+
+    write: torch.Tensor
+    """Row of the store, slot * columns + column, for each token of the padded batch: int64 [batch * width]."""
+    slots: slice | torch.Tensor
+    """The slots of the batch in order: a slice where they are adjacent (read without a copy), else int64 [batch]."""
+    columns: int
+    """Columns to read: the longest session of the batch, this forward's tokens included."""
+
+
+class SlotLayer(CacheLayerMixin):
+    """The store of one layer: keys and values [slots, columns, heads, dim]."""
+
+    is_sliding = False
+
+    def __init__(self, shape: LayerShape, slots: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        # Zeroed, not empty: a masked column still meets a weight of 0, and 0 times garbage may be NaN.
+        self.keys = torch.zeros(slots, columns, shape.heads, shape.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(slots, columns, shape.heads, shape.value_dim, dtype=dtype, device=device)
+        self.view: StepView | None = None
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the states of the step, [batch, heads, width, dim], and returns all that its queries may see,
+        [batch, heads, columns, dim]."""
+        view = self.view
+        assert view is not None
+        return _store(self.keys, key_states, view), _store(self.values, value_states, view)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: stores are allocated at once."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Columns and offset of the keys; the engine passes its own mask, models may still ask."""
+        return (self.view.columns if self.view is not None else 0), 0
+
+    def get_seq_length(self) -> int:
+        """0: sessions differ in length, so positions are always given per token."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Most tokens a slot holds."""
+        return int(self.keys.shape[1]) - 1
+
+
+def _store(store: torch.Tensor, states: torch.Tensor, view: StepView) -> torch.Tensor:
+    batch, heads, width, dim = states.shape
+    rows = states.transpose(1, 2).reshape(batch * width, heads, dim)
+    store.view(-1, heads, dim).index_copy_(0, view.write, rows)
+    held = store[:, : view.columns]
+    read = held[view.slots] if isinstance(view.slots, slice) else held.index_select(0, view.slots)
+    return read.transpose(1, 2)
+
+
+class SlotCache(Cache):
+    """The stores of all layers, in the form that transformers' models update."""
+
+    def __init__(
+        self, shapes: list[LayerShape], slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots = slots
+        self.max_length = max_length
+        self.columns = max_length + 1
+        self.trash = max_length
+        self.layers: list[SlotLayer]
+        super().__init__(layers=[SlotLayer(shape, slots, self.columns, dtype, device) for shape in shapes])
+
+    def begin(self, view: StepView) -> None:
+        """Points all layers at the part of the stores that the next forward uses."""
+        for layer in self.layers:
+            layer.view = view
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all stores."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+
+class SlotPool:
+    """The free slots. The lowest comes first, so that the slots in use tend to be adjacent and are read as views."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = list(range(slots))
+
+    @property
+    def used(self) -> int:
+        """Slots held by sessions."""
+        return self.slots - len(self._free)
+
+    def acquire(self) -> int | None:
+        """The lowest free slot, or None."""
+        return heapq.heappop(self._free) if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Gives a slot back; nothing may be running on it."""
+        heapq.heappush(self._free, slot)

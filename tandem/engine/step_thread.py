@@ -1,0 +1,59 @@
+"""The thread that owns a model: commands reach it through a queue, steps run between them.
+
+The event loop must answer while a forward runs, and a forward must not wait for the loop: hence one thread with one
+queue. (A one-thread executor locks into half batches: each result's successor arrives just after the next step began.)
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class StepThread:
+    """Runs commands in order and, while there is work, steps; `step` says whether any is left."""
+
+    def __init__(self, name: str, step: Callable[[], bool], on_death: Callable[[BaseException], None]) -> None:
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._step = step
+        self._on_death = on_death
+        # A daemon: a forward that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs `command` in the thread, before the next step; from any thread."""
+        self._inbox.put(command)
+
+    def stop(self, timeout: float) -> None:
+        """Ends the thread after the step that runs; waits for it at most `timeout` seconds."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            busy = False
+            while self._drain(wait=not busy):
+                busy = self._step()
+        except BaseException as error:  # reported, and the end of this thread in any case
+            logger.critical("the step thread died", exc_info=True)
+            self._on_death(error)
+
+    def _drain(self, *, wait: bool) -> bool:
+        """Runs the commands that are there, after waiting for one if so asked; False when the thread is to end."""
+        try:
+            command = self._inbox.get(block=wait)
+            while command is not None:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False

@@ -1,0 +1,217 @@
+"""The life of a worker process: bind, load, check, serve, drain, end.
+
+The port is bound at once and health answers NOT_SERVING while the model loads in a thread of its own. A model that
+can't be served ends the process with status 1 and one line that names the variable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+import grpc.aio
+
+from tandem import grpc_server
+from tandem.engine.packed_stream import PackedStream, StreamLimits
+from tandem.engine.stream import Answer
+from tandem.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from tandem.engine.engine import Engine
+    from tandem.engine.loading import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and the engine at work on it."""
+
+    model: ServedModel
+    engine: Engine[Any]
+
+
+class WorkerState:
+    """What the servicer answers from: nothing at first, then a loaded model; the streams that are open."""
+
+    def __init__(self, max_speculative_tokens: int, limits: StreamLimits) -> None:
+        self.loaded: Loaded | None = None
+        self._max_speculative_tokens = max_speculative_tokens
+        self._limits = limits
+        self._streams: set[PackedStream] = set()
+
+    async def model_info(self, context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.GetModelInfoResponse:
+        """Answers GetModelInfo, or aborts with UNAVAILABLE."""
+        model = (await self._ready(context)).model
+        return worker_pb2.GetModelInfoResponse(
+            model=model.name,
+            vocabulary_size=model.vocabulary_size,
+            padded_vocabulary_size=model.padded_vocabulary_size,
+            vocabulary_fingerprint=model.vocabulary_fingerprint,
+            context_length=model.context_length,
+            end_token_ids=model.end_token_ids,
+            dtype=model.dtype,
+            device=model.device,
+            slots=model.slots,
+            max_speculative_tokens=self._max_speculative_tokens,
+        )
+
+    async def serve_stream(
+        self,
+        batches: Any,
+        context: grpc.aio.ServicerContext[Any, Any],
+        pack: Callable[[Sequence[Answer]], Any],
+    ) -> None:
+        """Serves one packed stream to its end, or aborts with UNAVAILABLE."""
+        stream = PackedStream((await self._ready(context)).engine, self._limits, pack)
+        self._streams.add(stream)
+        try:
+            await stream.serve(batches, context)
+        finally:
+            self._streams.discard(stream)
+
+    def end_streams(self, message: str) -> None:
+        """Ends all open streams with UNAVAILABLE."""
+        for stream in self._streams:
+            stream.end(grpc.StatusCode.UNAVAILABLE, message)
+
+    async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Loaded:
+        if self.loaded is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is not loaded")
+            raise AssertionError("abort returned")
+        return self.loaded
+
+
+class WorkerConfig(Protocol):
+    """What the configs of both workers have in common."""
+
+    @property
+    def listen(self) -> str: ...
+    @property
+    def drain_seconds(self) -> float: ...
+    @property
+    def max_speculative_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What makes a worker a draft or a target."""
+
+    service: str
+    """Full name of the gRPC service."""
+    listen_variable: str
+    model_variable: str
+    add_servicer: Callable[[WorkerState, grpc.aio.Server], None]
+    load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]
+    """Blocking: loads the model and makes its engine, given the loop to deliver to and what to call should the engine
+    die. Raises ModelError. Imports torch, hence is called in a thread."""
+
+
+async def serve(config: WorkerConfig, spec: WorkerSpec) -> int:
+    """Runs the worker until SIGTERM or SIGINT; returns the exit status."""
+    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
+    state = WorkerState(config.max_speculative_tokens, StreamLimits())
+    spec.add_servicer(state, server)
+    health = grpc_server.HealthSwitch(spec.service)
+    await health.attach(server)
+    grpc_server.add_reflection(server, spec.service)
+    try:
+        port = grpc_server.bind(server, config.listen, spec.listen_variable)
+    except grpc_server.PortError as error:
+        return _give_up(str(error))
+    stop = grpc_server.stop_event()
+    await server.start()
+    logger.info("listening on %s, port %d; loading the model", config.listen, port)
+    try:
+        loaded = await _load(spec, stop, state, health)
+        if loaded is None:
+            return 0
+        state.loaded = loaded
+        await health.set(serving=True)
+        logger.info("serving %s", loaded.model.name)
+        await stop.wait()
+        await _drain(state, loaded, health, config.drain_seconds)
+    except _LoadError as error:
+        return _give_up(f"{spec.model_variable}: {error}")
+    finally:
+        await server.stop(_CLOSE_SECONDS)
+        if state.loaded is not None:
+            state.loaded.engine.stop()
+    logger.info("stopped")
+    return 0
+
+
+class _LoadError(Exception):
+    pass
+
+
+async def _load(
+    spec: WorkerSpec, stop: asyncio.Event, state: WorkerState, health: grpc_server.HealthSwitch
+) -> Loaded | None:
+    """Loads in a daemon thread, which doesn't keep a process that is told to stop; None if it was."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Loaded] = loop.create_future()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def on_death() -> None:
+        tasks.add(loop.create_task(health.set(serving=False)))
+        state.end_streams("the engine died")
+
+    def load() -> None:
+        try:
+            loaded = spec.load(loop, on_death)
+        except Exception as error:  # noqa: BLE001 - raised by `_load`
+            loop.call_soon_threadsafe(_settle, future, None, error)
+        else:
+            loop.call_soon_threadsafe(_settle, future, loaded, None)
+
+    threading.Thread(target=load, name="load", daemon=True).start()
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((future, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not future.done():
+        return None
+    try:
+        loaded = future.result()
+    except Exception as error:
+        if type(error).__name__ != "ModelError":
+            logger.exception("loading failed")
+        raise _LoadError(str(error)) from error
+    loaded.engine.start()
+    return loaded
+
+
+def _settle(future: asyncio.Future[Loaded], loaded: Loaded | None, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        assert loaded is not None
+        future.set_result(loaded)
+
+
+async def _drain(state: WorkerState, loaded: Loaded, health: grpc_server.HealthSwitch, seconds: float) -> None:
+    """Refuses new sessions at once, serves those there are until they end or the time is up, then ends the streams."""
+    await health.set(serving=False)
+    loaded.engine.drain()
+    logger.info("draining: %d sessions, at most %g s", loaded.engine.stats.sessions, seconds)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while loaded.engine.stats.sessions and loop.time() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    state.end_streams("the service is shutting down")
+
+
+def _give_up(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 1

@@ -1,0 +1,89 @@
+"""What every gRPC server here has: options, health, reflection, a port that is bound or reported, signals, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+MAX_MESSAGE_BYTES = 64 << 20
+_PING_INTERVAL_MS = 5_000
+
+SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
+    # Two processes on one port would share its connections in silence.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A client may ping each 10 s, with or without a call; by default that ends its connection.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_INTERVAL_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Find peers that vanished without a word: their sessions hold cache slots.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class PortError(Exception):
+    """The address can't be listened on; one line that says so."""
+
+
+class HealthSwitch:
+    """grpc.health.v1 for the server as a whole ("") and its service, always alike."""
+
+    def __init__(self, service: str) -> None:
+        self._servicer = health.aio.HealthServicer()
+        self._names = ("", service)
+
+    async def attach(self, server: grpc.aio.Server) -> None:
+        """Adds the health service, NOT_SERVING."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        await self.set(serving=False)
+
+    async def set(self, *, serving: bool) -> None:
+        """Switches both names."""
+        for name in self._names:
+            await self._servicer.set(name, SERVING if serving else NOT_SERVING)
+
+
+def add_reflection(server: grpc.aio.Server, service: str) -> None:
+    """Lets tools list and call the service without its .proto files."""
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def bind(server: grpc.aio.Server, address: str, variable: str) -> int:
+    """Binds host:port (port 0 takes a free one) and returns the port; raises PortError that names the variable."""
+    problem = f"{variable}: can't listen on {address!r}: the port is in use, or the address is not this machine's"
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise PortError(problem) from error
+    if port == 0:
+        raise PortError(problem)
+    return port
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Runs a service to its end and returns its exit status."""
+    return uvloop.run(main)

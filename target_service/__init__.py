@@ -1,0 +1,1 @@
+"""The target service: scores blocks of draft tokens, each in one forward pass."""

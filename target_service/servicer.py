@@ -1,0 +1,60 @@
+"""TargetService over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+
+from tandem.engine.stream import Answer
+from tandem.engine.worker import WorkerState
+from tandem.v1 import target_pb2, target_pb2_grpc, worker_pb2
+from tandem.wire import encode_probs
+
+SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Packed verification streams and the model's description."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+
+    async def Verify(  # type: ignore[override]  # noqa: N802 - the stubs type the synchronous form; the name is the contract's
+        self,
+        request_iterator: AsyncIterator[target_pb2.VerifyBatch],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        await self._state.serve_stream(request_iterator, context, pack)
+
+    async def GetModelInfo(  # type: ignore[override]  # noqa: N802
+        self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetModelInfoResponse:
+        return await self._state.model_info(context)
+
+
+def pack(answers: Sequence[Answer]) -> target_pb2.VerdictBatch:
+    """Answers as one message."""
+    return target_pb2.VerdictBatch(items=[_item(answer) for answer in answers])
+
+
+def _item(answer: Answer) -> target_pb2.VerdictItem:
+    item = target_pb2.VerdictItem(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
+    if answer.error is not None:
+        item.error.CopyFrom(answer.error)
+        return item
+    rows = [
+        target_pb2.TargetRow(
+            support_probs=encode_probs(row.p), outside_mass=row.outside_mass, outside_token_id=row.outside_token_id
+        )
+        for row in answer.result
+    ]
+    item.verdict.rows.extend(rows)
+    item.verdict.cached_length = answer.cached_length
+    return item
+
+
+def add_to_server(state: WorkerState, server: grpc.aio.Server) -> None:
+    """Registers the servicer."""
+    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(state), server)
