@@ -51,9 +51,7 @@ class Admission:
     async def _acquire(self) -> None:
         self._refuse_when_draining()
         if self._places.locked() and self.waiting >= self._max_waiting:
-            raise Overloaded(
-                f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS
-            )
+            raise Overloaded(f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS)
         self.waiting += 1
         try:
             await asyncio.wait_for(self._places.acquire(), self._max_waiting_seconds)

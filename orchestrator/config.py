@@ -23,9 +23,7 @@ class OrchestratorConfig:
         check=lambda value: bool(value) and all(map(_address, value)),
         expected="at least one host:port",
     )
-    tokenizer: str = setting(
-        "TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config"
-    )
+    tokenizer: str = setting("TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config")
     redis_url: str = setting("TANDEM_REDIS_URL", help="the store of committed tokens, redis:// or rediss://")
     draft_addresses: tuple[str, ...] = setting(
         "TANDEM_DRAFT_ADDRESSES",
@@ -34,7 +32,9 @@ class OrchestratorConfig:
         parse=parse_list,
         check=lambda value: all(map(_address, value)),
     )
-    tokenizer_revision: str = setting("TANDEM_TOKENIZER_REVISION", "", help="revision of the tokenizer, if it is a name")
+    tokenizer_revision: str = setting(
+        "TANDEM_TOKENIZER_REVISION", "", help="revision of the tokenizer, if it is a name"
+    )
     listen: str = setting(
         "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
     )

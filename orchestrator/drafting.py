@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from tandem import wire
-from tandem.acceptance import Drafted, DraftContractError, check_drafted
+from tandem.acceptance import DraftContractError, Drafted, check_drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .prefix import Prefix

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DOMAIN = "tandem"
 MAX_MESSAGE_CHARACTERS = 300
@@ -73,7 +75,7 @@ class Aborted(RequestFailed):
     code = grpc.StatusCode.ABORTED
 
 
-async def abort(context: grpc.aio.ServicerContext, failure: RequestFailed) -> NoReturn:
+async def abort(context: Context, failure: RequestFailed) -> NoReturn:
     """Ends the call with the failure's status and details."""
     details = []
     for message in failure.details():

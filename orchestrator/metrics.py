@@ -15,9 +15,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter("tandem_requests", "Requests by outcome", ["outcome"], registry=registry)
         self._drafts = Counter("tandem_spec_decode_num_drafts", "Rounds that had a block", registry=registry)
-        self._draft_tokens = Counter(
-            "tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry=registry
-        )
+        self._draft_tokens = Counter("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry=registry)
         self._accepted = Counter(
             "tandem_spec_decode_num_accepted_tokens", "Draft tokens that became output", registry=registry
         )
@@ -29,11 +27,17 @@ class Metrics:
         )
         self._rounds = Counter("tandem_rounds", "Rounds: one pass of the target each", registry=registry)
         self._degraded = Counter(
-            "tandem_degraded_rounds", "Rounds decoded plainly although a block was wanted", ["reason"], registry=registry
+            "tandem_degraded_rounds",
+            "Rounds decoded plainly although a block was wanted",
+            ["reason"],
+            registry=registry,
         )
         self._rebuilds = Counter("tandem_cache_rebuilds", "Caches rebuilt from the tokens so far", registry=registry)
         self._first_token = Histogram(
-            "tandem_time_to_first_token_seconds", "From the call to the first token", buckets=_SECONDS, registry=registry
+            "tandem_time_to_first_token_seconds",
+            "From the call to the first token",
+            buckets=_SECONDS,
+            registry=registry,
         )
 
     def request_failed(self, code: str) -> None:

@@ -49,11 +49,11 @@ class StoreError(Exception):
     """The store didn't do what it was asked to do."""
 
 
-class StoreUnavailable(StoreError):  # noqa: N818
+class StoreUnavailable(StoreError):
     """No usable answer in time. What was asked may or may not have happened, and asking again is safe."""
 
 
-class StoreFull(StoreError):  # noqa: N818
+class StoreFull(StoreError):
     """The server is at its memory limit and refuses to store more; nothing happened."""
 
 

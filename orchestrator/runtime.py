@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from tandem.v1 import worker_pb2
 
@@ -15,7 +15,7 @@ from .drafting import DRAFT, DraftingPolicy, DraftPool
 from .errors import Unavailable
 from .request import Limits
 from .scoring import TARGET, ScoringPolicy, TargetPool
-from .session_store import SessionStore, StoreUnavailable
+from .session_store import SessionStore, StoreFull, StoreUnavailable
 from .vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,7 @@ class Runtime:
         self.store = store
         self.owner = uuid.uuid4().hex
         self.reader_timeout = config.reader_timeout_seconds
-        self.admission = Admission(
-            config.max_running_requests, config.max_waiting_requests, config.max_waiting_seconds
-        )
+        self.admission = Admission(config.max_running_requests, config.max_waiting_requests, config.max_waiting_seconds)
         self.drafting_policy = DraftingPolicy(
             config.draft_timeout_seconds, config.draft_backoff_seconds, config.look_ahead
         )
@@ -68,7 +66,7 @@ class Runtime:
     def _target_infos(self) -> list[worker_pb2.GetModelInfoResponse]:
         return [replica.info for replica in self.targets.replicas if replica.info is not None]
 
-    async def watch_readiness(self, report: Callable[[bool], object]) -> None:
+    async def watch_readiness(self, report: Callable[[bool], Awaitable[None]]) -> None:
         """Reports readiness whenever it changes, for as long as the task lives."""
         was: str | None = "not asked yet"
         ever_ready = False
@@ -76,7 +74,7 @@ class Runtime:
             hindrance = await self._hindrance(ever_ready)
             if hindrance != was:
                 log.info("ready" if hindrance is None else f"not ready: {hindrance}")
-                report(hindrance is None)
+                await report(hindrance is None)
                 was = hindrance
             ever_ready = ever_ready or hindrance is None
             self._changed.clear()
@@ -96,7 +94,7 @@ class Runtime:
             return "; ".join(self.drafts.refusals)
         try:
             await self.store.ping()
-        except StoreUnavailable as error:
+        except (StoreFull, StoreUnavailable) as error:
             return f"the store is not available: {error}"
         return None
 

@@ -9,15 +9,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import grpc
-
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
 from .completion import Completion, EmittedToken
 from .decoder import Decoder
 from .drafting import Drafting
-from .errors import Aborted, AlreadyRunning, Overloaded, RequestFailed, Unavailable, abort
+from .errors import Aborted, AlreadyRunning, Context, Overloaded, RequestFailed, Unavailable, abort
 from .metrics import Metrics
 from .request import GenerationPlan, plan_generation
 from .runtime import Runtime
@@ -37,8 +35,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._runtime = runtime
         self._metrics = metrics
 
-    async def Generate(
-        self, request: api.GenerateRequest, context: grpc.aio.ServicerContext
+    async def Generate(  # type: ignore[override]
+        self, request: api.GenerateRequest, context: Context
     ) -> None:
         """See proto/tandem/v1/orchestrator.proto."""
         try:
@@ -48,7 +46,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             log.info("%s: %s", failure.code.name, failure, extra={"request_id": request.request_id})
             await abort(context, failure)
 
-    async def _generate(self, request: api.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _generate(self, request: api.GenerateRequest, context: Context) -> None:
         limits = self._runtime.limits()
         plan = await plan_generation(request, self._runtime.vocabulary, limits)
         statistics = RoundStatistics()
@@ -87,9 +85,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         runtime = self._runtime
         completion = Completion(plan, runtime.vocabulary.decode)
         size = runtime.limits().vocabulary_size
-        drafting = Drafting(
-            plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, statistics
-        )
+        drafting = Drafting(plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, statistics)
         scoring = Scoring(plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, statistics)
         decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, statistics)
         start: api.GenerationStart | None = _start(plan, runtime.target_model())
@@ -106,7 +102,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             drafting.release()
             scoring.release()
 
-    async def _write(self, context: grpc.aio.ServicerContext, response: api.GenerateResponse) -> None:
+    async def _write(self, context: Context, response: api.GenerateResponse) -> None:
         try:
             async with asyncio.timeout(self._runtime.reader_timeout):
                 await context.write(response)

@@ -12,9 +12,12 @@ Any Redis from 7.0 or Valkey will do. Sentinel and Cluster addresses are refused
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -60,7 +63,7 @@ class Stored:
     length: int
 
 
-class _StateMismatch(StoreError):  # noqa: N818
+class _StateMismatch(StoreError):
     def __init__(self, message: str, stored: Stored) -> None:
         super().__init__(f"{message} (stored: fence {stored.fence}, epoch {stored.epoch}, length {stored.length})")
         self.stored = stored
@@ -243,6 +246,7 @@ class SessionStore:
         self._scripts = scripts
         self._running_ttl = _milliseconds(config.running_ttl)
         self._finished_ttl = _milliseconds(config.finished_ttl)
+        self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -262,6 +266,7 @@ class SessionStore:
 
     async def close(self) -> None:
         """Waits for the calls under way and closes the connections. Later calls raise StoreUnavailable."""
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._pipeline.close()
 
     async def ping(self) -> None:
@@ -273,15 +278,31 @@ class SessionStore:
     ) -> Ownership:
         """Stores a new session with the encoded prompt and makes `owner` its owner. `config` is opaque.
 
-        Raises AlreadyExists if the id is taken, StoreFull, StoreUnavailable.
+        A cancelled create is undone. Raises AlreadyExists if the id is taken, StoreFull, StoreUnavailable.
         """
-        length = _token_count(prompt_token_ids)
-        keys, claim = _keys(request_id), secrets.token_bytes(_CLAIM_BYTES)
+        claim = secrets.token_bytes(_CLAIM_BYTES)
+        ownership = Ownership(request_id, 1, claim, 0, _token_count(prompt_token_ids), _keys(request_id))
         args = (claim, owner.encode(), request_fingerprint, config, prompt_token_ids, self._running_ttl)
-        reply = await self._run(self._scripts.create, keys, args)
+        creation = asyncio.ensure_future(self._run(self._scripts.create, ownership.keys, args))
+        try:
+            reply = await asyncio.shield(creation)
+        except asyncio.CancelledError:
+            self._in_background(self._undo(creation, ownership))
+            raise
         if not isinstance(reply, int):
             raise self._refused(AlreadyExists(Stored(*reply[1:4]), reply[4]))
-        return Ownership(request_id, 1, claim, 0, length, keys)
+        return ownership
+
+    async def _undo(self, creation: asyncio.Future[Any], ownership: Ownership) -> None:
+        # Only after its outcome: on another connection the deletion could come first.
+        with contextlib.suppress(StoreError):
+            if isinstance(await creation, int):
+                await self.delete(ownership)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def commit(self, ownership: Ownership, epoch: int, length: int, new_tokens: bytes) -> None:
         """Appends encoded tokens to the session, which has to be at this epoch and length, and adds one to its epoch.

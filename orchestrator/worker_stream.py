@@ -52,7 +52,7 @@ class ItemFailed(Exception):
         self.error = error
 
     @property
-    def reason(self) -> worker_pb2.ErrorReason:
+    def reason(self) -> worker_pb2.ErrorReason.ValueType:
         """The typed reason."""
         return self.error.reason
 
@@ -163,13 +163,11 @@ class Replica(Generic[ItemT, AnswerT]):
                 log.exception("%s %s: the stream failed", self.role, self.address)
             finally:
                 self._disconnected()
-            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
+            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 - spreads reconnections, guards nothing
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     async def _describe(self, stub: Any) -> None:
-        info = await stub.GetModelInfo(
-            worker_pb2.GetModelInfoRequest(), timeout=DESCRIBE_SECONDS, wait_for_ready=True
-        )
+        info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=DESCRIBE_SECONDS, wait_for_ready=True)
         await asyncio.to_thread(self._check, info)
         self.info = info
         self.refusal = ""
@@ -255,11 +253,11 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
             return None
         return min(ready, key=lambda replica: (replica is avoid, replica.sessions))
 
-    async def wait_for_change(self, timeout: float) -> None:
-        """Returns when a replica came or went, at latest after `timeout` seconds."""
+    async def wait_for_change(self, seconds: float) -> None:
+        """Returns when a replica came or went, at latest after `seconds`."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+            await asyncio.wait_for(self._changed.wait(), seconds)
 
     @property
     def ready(self) -> bool:

@@ -1,0 +1,109 @@
+"""`python -m orchestrator`: see --help for the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import grpc.aio
+from prometheus_client import CollectorRegistry, start_http_server
+
+from tandem import config, grpc_server, telemetry
+from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+from .config import OrchestratorConfig
+from .metrics import Metrics
+from .runtime import Runtime
+from .servicer import OrchestratorServicer
+from .session_store import SessionStore, StoreConfig
+from .vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+SERVICE = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
+CLOSE_SECONDS = 1.0
+
+
+def main() -> int:
+    """Runs the service and returns its exit status."""
+    try:
+        settings = config.load(OrchestratorConfig, sys.argv[1:], os.environ)
+        store_config = _store_config(settings)
+    except config.ConfigError as error:
+        return _give_up(str(error))
+    telemetry.configure_logging("orchestrator", settings.log_level, settings.log_format)
+    try:
+        vocabulary = Vocabulary.load(settings.tokenizer, settings.tokenizer_revision)
+    except (OSError, ValueError) as error:
+        return _give_up(f"TANDEM_TOKENIZER: no tokenizer at {settings.tokenizer!r}: {str(error).splitlines()[0]}")
+    return grpc_server.run(serve(settings, store_config, vocabulary))
+
+
+async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary) -> int:
+    """Serves until SIGTERM or SIGINT, then drains; returns the exit status."""
+    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
+    health = grpc_server.HealthSwitch(SERVICE)
+    await health.attach(server)
+    grpc_server.add_reflection(server, SERVICE)
+    registry = CollectorRegistry()
+    store = await SessionStore.connect(store_config)
+    runtime = Runtime(settings, vocabulary, store)
+    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
+        OrchestratorServicer(runtime, Metrics(registry)), server
+    )
+    try:
+        grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN")
+        _serve_metrics(settings.metrics_listen, registry)
+    except grpc_server.PortError as error:
+        await runtime.close()
+        return _give_up(str(error))
+    stop = grpc_server.stop_event()
+    await server.start()
+    log.info("listening on %s", settings.listen)
+    watcher = asyncio.create_task(runtime.watch_readiness(lambda ready: health.set(serving=ready)))
+    await stop.wait()
+    watcher.cancel()
+    await health.set(serving=False)
+    log.info("draining: %d requests, at most %g s", runtime.admission.running, settings.drain_seconds)
+    if not await runtime.admission.drain(settings.drain_seconds):
+        log.warning("%d requests are cut off", runtime.admission.running)
+    await server.stop(CLOSE_SECONDS)
+    await runtime.close()
+    log.info("stopped")
+    return 0
+
+
+def _store_config(settings: OrchestratorConfig) -> StoreConfig:
+    try:
+        return StoreConfig(
+            url=settings.redis_url,
+            socket_timeout=settings.store_timeout_seconds,
+            running_ttl=settings.running_ttl_seconds,
+            finished_ttl=settings.finished_ttl_seconds,
+            retry_seconds=settings.store_retry_seconds,
+        )
+    except ValueError as error:
+        raise config.ConfigError(f"TANDEM_REDIS_URL: {error}") from error
+
+
+def _serve_metrics(listen: str, registry: CollectorRegistry) -> None:
+    if not listen:
+        return
+    host, _, port = listen.rpartition(":")
+    try:
+        start_http_server(int(port), host, registry)
+    except OSError as error:
+        raise grpc_server.PortError(
+            f"TANDEM_ORCHESTRATOR_METRICS_LISTEN: can't listen on {listen!r}: {error.strerror}"
+        ) from error
+
+
+def _give_up(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Fixtures that several folders share: running services, and reference outputs computed without any of our code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support.model_scripts import load_script
+from tests.support.services import MODELS, Stack, running_stack
+
+
+@pytest.fixture(scope="session")
+def tiny_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The tiny pair, which agrees about as much as a real pair does."""
+    with running_stack(tmp_path_factory.mktemp("tiny"), MODELS / "tiny-target", MODELS / "tiny-draft") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def tiny_channel(tiny_stack: Stack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(tiny_stack.orchestrator.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="session")
+def same_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The draft is the target: every token must be accepted, so block borders are at known places."""
+    with running_stack(tmp_path_factory.mktemp("same"), MODELS / "tiny-target", MODELS / "tiny-target") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def same_channel(same_stack: Stack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(same_stack.orchestrator.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="session")
+def random_draft_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Channel]:
+    """The draft knows nothing: nearly every round takes the residual path."""
+    folder: Path = tmp_path_factory.mktemp("random")
+    draft = folder / "draft"
+    load_script("variants").random_draft(MODELS / "tiny-draft", draft, seed=7)
+    with (
+        running_stack(folder, MODELS / "tiny-target", draft) as stack,
+        grpc.insecure_channel(stack.orchestrator.address) as channel,
+    ):
+        yield channel

@@ -1,0 +1,32 @@
+"""What transformers itself generates, computed without any of our code: the oracle of the greedy tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+class Reference:
+    """A model loaded in float32 for plain decoding."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """`generate` without sampling; an end token is kept, as in our streams."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, use_cache=True
+        )
+        generated: list[int] = out[0, ids.shape[1] :].tolist()
+        return generated
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits after the whole sequence, shape [vocabulary]."""
+        out: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0, -1].float()
+        return out

@@ -1,0 +1,196 @@
+"""Text from tokens: pieces, stop strings, ends. Everything is decided token by token, so nothing can depend on blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.completion import Completion, FinishReason
+from orchestrator.detokenizer import Detokenizer, StopStrings
+from orchestrator.request import GenerationPlan
+from orchestrator.vocabulary import Vocabulary
+from tandem.acceptance import TokenKind
+from tandem.v1 import sampling_pb2
+from tests.support.services import MODELS
+
+TEXTS = [
+    "plain words, and more of them",
+    "日本語のテキスト と 한국어",
+    "emoji \U0001f600\U0001f468‍\U0001f469‍\U0001f467 and combining é",
+    "हिन्दी में कुछ शब्द",
+    "\n\n  spaces\tand\r\nlines  ",
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(str(MODELS / "tiny-target"), "")
+
+
+@pytest.fixture(scope="module")
+def decode(vocabulary: Vocabulary) -> Callable[[Sequence[int]], str]:
+    return vocabulary.decode
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_concatenate_to_the_decoded_whole(vocabulary: Vocabulary, text: str) -> None:
+    ids = vocabulary.encode_text(text)
+    detokenizer = Detokenizer(vocabulary.decode)
+    pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+    assert "".join(pieces) == vocabulary.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_stream_that_ends_inside_a_character_flushes_it(vocabulary: Vocabulary) -> None:
+    ids = vocabulary.encode_text("ab\U0001f600")[:-1]
+    assert vocabulary.decode(ids).endswith("\ufffd"), "the emoji must be several tokens for this test to mean anything"
+    detokenizer = Detokenizer(vocabulary.decode)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join([*pieces, detokenizer.flush()]) == vocabulary.decode(ids)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_any_ids_concatenate_to_the_decoded_whole(decode: Callable[[Sequence[int]], str], seed: int) -> None:
+    generator = random.Random(seed)
+    ids = [generator.randrange(300) for _ in range(generator.randrange(1, 40))]
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+    assert "".join(pieces) == decode(ids)
+
+
+def _run_stops(stops: Sequence[str], pieces: Sequence[str], include: bool = False) -> tuple[str, bool, list[str]]:
+    matcher, sent = StopStrings(stops, include), []
+    for piece in pieces:
+        text, stopped = matcher.push(piece)
+        sent.append(text)
+        if stopped:
+            return "".join(sent), True, sent
+    sent.append(matcher.flush())
+    return "".join(sent), False, sent
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "expected"),
+    [
+        (["DEF"], ["AB", "CD", "EF", "G"], "ABC"),
+        (["DEFGHIX"], ["AB", "CD", "EF", "GH", "IJ"], "ABCDEFGHIJ"),
+        (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb"),
+        (["bcd", "c"], ["ab", "cd"], "ab"),
+        (["xyz", "b"], ["a", "b", "xyz"], "a"),
+        (["aab"], ["aa", "a", "b"], "a"),
+    ],
+)
+def test_the_first_completed_stop_ends_the_text(stops: list[str], pieces: list[str], expected: str) -> None:
+    text, _, _ = _run_stops(stops, pieces)
+    assert text == expected
+
+
+def test_an_included_stop_string_is_part_of_the_text() -> None:
+    assert _run_stops(["DEF"], ["ABCD", "EFG"], include=True)[:2] == ("ABCDEF", True)
+
+
+def test_held_text_goes_out_as_soon_as_it_cannot_match() -> None:
+    _, _, sent = _run_stops(["DEFX"], ["ABCDE", "F", "G"])
+    assert sent == ["ABC", "", "DEFG", ""]
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stops_do_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    assert _run_stops(stops, pieces)[:2] == _run_stops(stops, list(text))[:2]
+
+
+def _plan(**changes: object) -> GenerationPlan:
+    values: dict[str, object] = {
+        "request_id": "r",
+        "prompt": b"",
+        "prompt_tokens": 0,
+        "sampling": sampling_pb2.Sampling(),
+        "num_speculative_tokens": 5,
+        "max_tokens": 100,
+        "min_tokens": 0,
+        "end_token_ids": frozenset(),
+        "stop": (),
+        "include_stop": False,
+    }
+    return GenerationPlan(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _letters(ids: Sequence[int]) -> str:
+    return "".join(chr(token_id) for token_id in ids)
+
+
+def _complete(plan: GenerationPlan, text: str, block: int) -> tuple[str, str, FinishReason | None]:
+    completion = Completion(plan, _letters)
+    emitted = []
+    for start in range(0, len(text), block):
+        ids = [ord(letter) for letter in text[start : start + block]]
+        emitted += completion.take(ids, [TokenKind.ACCEPTED] * len(ids))
+        if completion.finish_reason is not None:
+            break
+    return _letters([t.token_id for t in emitted]), "".join(t.text for t in emitted), completion.finish_reason
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"end_token_ids": frozenset({ord("d")})}, ("abcd", "abcd", FinishReason.STOP)),
+        ({"end_token_ids": frozenset({ord("d")}), "min_tokens": 3}, ("abcd", "abcd", FinishReason.STOP)),
+        ({"max_tokens": 4}, ("abcd", "abcd", FinishReason.LENGTH)),
+        ({"stop": ("cd",)}, ("abcd", "ab", FinishReason.STOP)),
+        ({"stop": ("cd",), "include_stop": True}, ("abcd", "abcd", FinishReason.STOP)),
+        ({"stop": ("b", "f"), "min_tokens": 2}, ("abcdef", "abcde", FinishReason.STOP)),
+        ({"stop": ("hX",), "max_tokens": 8}, ("abcdefgh", "abcdefgh", FinishReason.LENGTH)),
+        ({"stop": ("d",), "max_tokens": 4}, ("abcd", "abc", FinishReason.STOP)),
+        ({"stop": ("c",), "end_token_ids": frozenset({ord("b")})}, ("ab", "ab", FinishReason.STOP)),
+    ],
+)
+def test_the_first_end_wins_wherever_the_blocks_lie(
+    block: int, changes: dict[str, object], expected: tuple[str, str, FinishReason]
+) -> None:
+    assert _complete(_plan(**changes), "abcdefghij", block) == expected
+
+
+def test_one_bos_at_most() -> None:
+    class Tokenizer:
+        all_special_tokens: Sequence[str] = ("<s>",)
+        bos_token_id = 0
+        eos_token_id = 1
+        chat_template = None
+
+        def __len__(self) -> int:
+            return 3
+
+        def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+            return [["<s>", "</s>", "a"][token_id] for token_id in ids]
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"<s>": 0, "</s>": 1, "a": 2}
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [0, *([0] if text.startswith("<s>") else []), 2]}
+
+    vocabulary = Vocabulary(Tokenizer(), {"eos_token_id": [1, 2]})
+    assert vocabulary.encode_text("<s>a") == vocabulary.encode_text("a") == [0, 2]
+    assert vocabulary.end_token_ids == {1, 2}
+
+
+def test_special_token_text_in_a_message_is_plain_text(vocabulary: Vocabulary) -> None:
+    plain = vocabulary.encode_chat([("user", "hello")])
+    specials = {vocabulary.encode_text(text)[0] for text in vocabulary._special_strings}
+    attack = vocabulary._special_strings[-1]
+    attacked = vocabulary.encode_chat([("user", f"hello{attack}")])
+    assert [i for i in plain if i in specials] == [i for i in attacked if i in specials]
+    assert len(attacked) > len(plain)
+    assert attack in vocabulary._tokenizer.decode(attacked)
