@@ -11,6 +11,7 @@ compared with what precedes that position, and nothing that was committed depend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -32,9 +33,24 @@ class Lane(IntEnum):
 
 def uniforms(seed: int, position: int, count: int = 1) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for `count` consecutive token positions, shape [count, lanes]; index columns with `Lane`."""
-    counter = [position, 0, _LANES_STREAM, 0]
-    words = _philox(seed, counter).random_raw(count * len(Lane))
-    return ((words >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(count, len(Lane))
+    words = _philox(seed, _lanes_counter(position)).random_raw(count * len(Lane))
+    return _unit(words).reshape(count, len(Lane))
+
+
+def lane_uniforms(seeds: Sequence[int], positions: Sequence[int], lane: Lane) -> NDArray[np.float64]:
+    """One uniform for each (seed, position), those of `uniforms`, shape [n].
+
+    Making a generator costs several times what moving it does, and the next position needs not even that.
+    """
+    words = np.empty(len(seeds), dtype=np.uint64)
+    generator = _philox(0, _lanes_counter(0))
+    last: tuple[int, int] | None = None
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        if last != (seed, position - 1):
+            _move(generator, seed, _lanes_counter(position))
+        words[row] = generator.random_raw(len(Lane))[lane]
+        last = (seed, position)
+    return _unit(words)
 
 
 def gumbel_noise(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
@@ -70,5 +86,30 @@ def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
     return np.negative(exponential, out=exponential)
 
 
+def _unit(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniforms in [0, 1) of 53 bits."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _lanes_counter(position: int) -> list[int]:
+    return [position, 0, _LANES_STREAM, 0]
+
+
+def _key(seed: int) -> NDArray[np.uint64]:
+    return np.array([seed & _SEED_MASK, 0], dtype=np.uint64)
+
+
 def _philox(seed: int, counter: list[int]) -> np.random.Philox:
-    return np.random.Philox(key=seed & _SEED_MASK, counter=np.array(counter, dtype=np.uint64))
+    return np.random.Philox(key=_key(seed), counter=np.array(counter, dtype=np.uint64))
+
+
+def _move(generator: np.random.Philox, seed: int, counter: list[int]) -> None:
+    """Leaves `generator` as `_philox(seed, counter)` would make it."""
+    generator.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": np.array(counter, dtype=np.uint64), "key": _key(seed)},
+        "buffer": np.zeros(len(Lane), dtype=np.uint64),
+        "buffer_pos": len(Lane),  # nothing is buffered
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
