@@ -275,7 +275,7 @@ def train(student: LlamaForCausalLM, data: Samples, heldout: Samples, options: a
         batch = next(batches)
         student.train()
         loss, overlap = loss_on(student, batch, options.negatives, options.dropout, options.tv_weight)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -96,7 +96,7 @@ def context_dependence(model: LlamaForCausalLM, count: int = 500, length: int = 
     second = torch.randint(1, model.config.vocab_size, (count, length))
     second[:, -4:] = first[:, -4:]
     rows = [model(input_ids=ids, use_cache=False).logits[:, -1] for ids in (first, second)]
-    return 1 - overlap(rows[0], rows[1], 1.0).mean().item()
+    return 1 - float(overlap(rows[0], rows[1], 1.0).mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -100,11 +100,11 @@ def forward_milliseconds(model: PreTrainedModel, context: int = 128, repeats: in
     """Median time of one decoding step with ``context`` tokens in the cache."""
     cache = DynamicCache(config=model.config)
     tokens = torch.arange(context).remainder(model.config.vocab_size)[None]
-    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    model(input_ids=tokens, cache=cache, use_cache=True)
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
-        model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True)
+        model(input_ids=tokens[:, -1:], cache=cache, use_cache=True)
         times.append(time.perf_counter() - started)
     return 1000 * statistics.median(times)
 

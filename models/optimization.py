@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
