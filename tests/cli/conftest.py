@@ -1,102 +1,16 @@
-"""A stand-in for the orchestrator with scripted answers, so that the command line is tested without a model."""
+"""Fixtures of the command line's tests."""
 
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import grpc
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
-from tandem.v1 import orchestrator_pb2 as pb
 from tandem.v1 import orchestrator_pb2_grpc
-
-
-def token(token_id: int, kind: str, text: str) -> pb.GeneratedToken:
-    return pb.GeneratedToken(token_id=token_id, kind=pb.TokenKind.Value(f"TOKEN_KIND_{kind}"), text=text)
-
-
-def answer() -> list[pb.GenerateResponse]:
-    """Two rounds of gamma 2: one wholly accepted, one rejected at its second position; the last text is held back."""
-    return [
-        pb.GenerateResponse(
-            start=pb.GenerationStart(request_id="r-1", seed=7, prompt_tokens=5, model="fake"),
-            tokens=[token(1, "ACCEPTED", "The"), token(2, "ACCEPTED", " sky"), token(3, "BONUS", " is")],
-            text="The sky is",
-        ),
-        pb.GenerateResponse(tokens=[token(4, "ACCEPTED", "\n"), token(5, "RECOVERED", "blue")], text="\nblue"),
-        pb.GenerateResponse(
-            text=".",
-            finish=pb.GenerationFinish(
-                reason=pb.FINISH_REASON_STOP,
-                usage=pb.Usage(prompt_tokens=5, completion_tokens=5),
-                speculation=pb.SpeculationStats(
-                    rounds=2,
-                    draft_tokens=4,
-                    accepted_tokens=3,
-                    draft_tokens_per_position=[2, 2],
-                    accepted_tokens_per_position=[2, 1],
-                    expected_accepted_tokens=2.9,
-                    mean_acceptance_length=2.5,
-                    time_to_first_token_seconds=0.1,
-                    total_seconds=0.2,
-                ),
-            ),
-        ),
-    ]
-
-
-class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Answers with a script; keeps the requests it got."""
-
-    def __init__(self) -> None:
-        self.requests: list[pb.GenerateRequest] = []
-        self.responses: Sequence[pb.GenerateResponse] = answer()
-        self.error: status_pb2.Status | None = None
-        self.pause_seconds = 0.0
-        self.cancelled = 0
-        self.address = ""
-        self._over = threading.Event()
-
-    def fail(self, code: int, message: str, *details: object) -> None:
-        packed = []
-        for detail in details:
-            packed.append(any_pb2.Any())
-            packed[-1].Pack(detail)
-        self.error = status_pb2.Status(code=code, message=message, details=packed)
-
-    def fail_invalid(self) -> None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field="top_p", description="must be in (0, 1]")
-        self.fail(
-            code_pb2.INVALID_ARGUMENT,
-            "the request is not valid",
-            error_details_pb2.ErrorInfo(reason="BAD_FIELD", domain="tandem"),
-            error_details_pb2.BadRequest(field_violations=[violation]),
-        )
-
-    def Generate(self, request, context):
-        self.requests.append(request)
-        context.add_callback(self._ended(context))
-        if self.error is not None:
-            context.abort_with_status(rpc_status.to_status(self.error))
-        for response in self.responses:
-            yield response
-            self._over.wait(self.pause_seconds)
-
-    def release(self) -> None:
-        """Ends every pause, so that no thread outlives its test."""
-        self._over.set()
-
-    def _ended(self, context: grpc.ServicerContext) -> Callable[[], None]:
-        def callback() -> None:
-            self.cancelled += context.code() is None
-
-        return callback
+from tests.cli.fake_orchestrator import FakeOrchestrator
 
 
 @pytest.fixture

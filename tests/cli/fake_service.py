@@ -1,0 +1,55 @@
+"""A service without a model: ready after a while, or misbehaving as it is told. Run by the supervisor under test."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from concurrent import futures
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tandem.v1 import orchestrator_pb2_grpc
+from tests.cli.fake_orchestrator import FakeOrchestrator
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("listen")
+    parser.add_argument("--mode", choices=("good", "exits", "never-ready", "dies", "ignores-sigterm"), default="good")
+    parser.add_argument("--pause", type=float, default=0.0)
+    arguments = parser.parse_args()
+    print(f"starting as {arguments.mode}", flush=True)
+    if arguments.mode == "exits":
+        print("the model is broken: no such layer", file=sys.stderr)
+        return 7
+    stopped = threading.Event()
+    ignore = arguments.mode == "ignores-sigterm"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore else lambda *_: stopped.set())
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    orchestrator = FakeOrchestrator()
+    orchestrator.pause_seconds = arguments.pause
+    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(orchestrator, server)
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    server.add_insecure_port(arguments.listen)
+    server.start()
+    time.sleep(0.3)
+    if arguments.mode == "dies":
+        return 1
+    if arguments.mode != "never-ready":
+        servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    while not stopped.wait(0.05):
+        pass
+    orchestrator.release()
+    server.stop(0).wait()
+    print("stopped in order", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
