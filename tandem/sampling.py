@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tandem.acceptance import Drafted, TargetRow
 from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, lane_uniforms
@@ -289,6 +290,9 @@ def _check_finite(faulty: NDArray[np.bool_]) -> None:
 
 
 # --- Distributions ---------------------------------------------------------------------------------------------------
+#
+# Weights come from softmax, even where any common factor would do: on a CPU torch.exp takes ten times as long for -inf,
+# and forty times for what underflows, which most of a row does at a low temperature.
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,8 @@ def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
         kth = values.gather(-1, (top_k - 1).clamp(0, count - 1))
         keep &= (values >= kth) | (top_k == 0) | (top_k > count)
     if any(each.top_p < 1.0 for each in batch.params):
-        left = relative.exp().double() * keep
+        left = torch.where(keep, relative, _NO_LOGIT).softmax(-1).double()
+        left = left / left[:, :1]
         before = left.cumsum(-1) - left
         keep &= before < batch.columns[:, 2, None] * _mass_before_top_p(scaled, values, left, batch)
     if any(each.min_p > 0.0 for each in batch.params):
@@ -335,7 +340,8 @@ def _best(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _mass_before_top_p(scaled: Tensor, values: Tensor, left: Tensor, batch: _Batch) -> Tensor:
-    """Mass of all tokens that top_k has left, relative to the best one's, [n, 1] float64."""
+    """Mass of all tokens that top_k has left, relative to the best one's, [n, 1] float64; `left` [n, M] is that of the
+    candidates."""
     mass = left.sum(-1, keepdim=True)
     if values.shape[-1] == scaled.shape[-1]:
         return mass
@@ -343,8 +349,8 @@ def _mass_before_top_p(scaled: Tensor, values: Tensor, left: Tensor, batch: _Bat
     rows = [row for row, each in enumerate(batch.params) if each.top_p < 1.0 and not batch.top_k[row]]
     if rows:
         index = torch.tensor(rows, device=scaled.device)
-        relative = _take(scaled, rows) - _take(values, rows)[:, :1]
-        mass = mass.index_copy(0, index, relative.exp_().sum(-1, keepdim=True).double())
+        weights = _take(scaled, rows).softmax(-1)
+        mass = mass.index_copy(0, index, (weights.sum(-1, keepdim=True) / weights.amax(-1, keepdim=True)).double())
     return mass
 
 
@@ -366,18 +372,18 @@ def _shaped(scaled: Tensor, batch: _Batch) -> Tensor:
 
 def _cut_top_k(scaled: Tensor, batch: _Batch) -> Tensor:
     largest = scaled.topk(max(batch.top_k), dim=-1).values
-    return scaled.masked_fill(scaled < largest.gather(-1, batch.columns[:, 1, None].long() - 1), _NO_LOGIT)
+    return torch.where(scaled < largest.gather(-1, batch.columns[:, 1, None].long() - 1), _NO_LOGIT, scaled)
 
 
 def _cut_top_p(scaled: Tensor, batch: _Batch) -> Tensor:
     ascending, order = scaled.sort(dim=-1, stable=True)
     cut = ascending.softmax(-1).cumsum(-1) <= (1.0 - batch.columns[:, 2, None]).float()
     cut[:, -1] = False
-    return scaled.masked_fill(cut.scatter(-1, order, cut), _NO_LOGIT)
+    return torch.where(cut.scatter(-1, order, cut), _NO_LOGIT, scaled)
 
 
 def _cut_min_p(scaled: Tensor, batch: _Batch) -> Tensor:
-    return scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + batch.column(3).log(), _NO_LOGIT)
+    return torch.where(scaled < scaled.amax(-1, keepdim=True) + batch.column(3).log(), _NO_LOGIT, scaled)
 
 
 # --- Reading the target's rows ---------------------------------------------------------------------------------------
@@ -428,14 +434,12 @@ def _read_greedy(scores: Tensor, batch: _Batch) -> Tensor:
 def _read_top(scores: Tensor, batch: _Batch, prefilter: int) -> Tensor:
     vocabulary_size = scores.shape[-1]
     candidates = _candidates(batch.scaled(scores), batch, _count(batch, prefilter, vocabulary_size))
-    count = candidates.ids.shape[-1]
     # The last column has no weight: it is where ids that are no candidates are found.
-    weights = torch.nn.functional.pad(candidates.scores.exp(), (0, 1))
-    found = _find(batch.support, candidates.ids, vocabulary_size)
+    weights = pad(candidates.scores.softmax(-1), (0, 1))
+    found = _find(batch.support, candidates.ids)
     outside = weights.scatter(-1, found, 0.0).cumsum(-1, dtype=torch.float64)
-    drawn = _search(outside, batch.uniform_column() * outside[:, -1:]).clamp_(max=count - 1)
-    token = candidates.ids.gather(-1, drawn)
-    reading = _reading(candidates.scores[:, :1], outside[:, -1:], token, weights.gather(-1, found))
+    drawn = _search(outside, batch.uniform_column() * outside[:, -1:]).clamp_(max=candidates.ids.shape[-1] - 1)
+    reading = _reading(outside[:, -1:], candidates.ids.gather(-1, drawn), weights.gather(-1, found))
     return _mark_incomplete(reading, candidates)
 
 
@@ -449,24 +453,21 @@ def _read_top_coupled(scores: Tensor, batch: _Batch, prefilter: int) -> Tensor:
 
 def _read_all(scores: Tensor, batch: _Batch) -> Tensor:
     rows, vocabulary_size = scores.shape
-    shaped = _shaped(batch.scaled(scores), batch)
-    best = shaped.amax(-1, keepdim=True)
     # Whole blocks, and at least one column more than ids, with no weight: the padding of the support finds it.
     blocks = vocabulary_size // _BLOCK + 1
-    weights = scores.new_zeros(rows, blocks * _BLOCK)
-    torch.exp(torch.sub(shaped, best, out=weights[:, :vocabulary_size]), out=weights[:, :vocabulary_size])
+    shaped = pad(_shaped(batch.scaled(scores), batch), (0, blocks * _BLOCK - vocabulary_size), value=_NO_LOGIT)
+    weights = shaped.softmax(-1)
     inside = weights.gather(-1, batch.support)
     weights.scatter_(-1, batch.support, 0.0)
-    outside = weights.view(rows, blocks, _BLOCK)
-    mass, token = _draw_in_blocks(outside, batch.uniform_column())
-    return _reading(best, mass, token.clamp_(max=vocabulary_size - 1), inside)
+    mass, token = _draw_in_blocks(weights.view(rows, blocks, _BLOCK), batch.uniform_column())
+    return _reading(mass, token.clamp_(max=vocabulary_size - 1), inside)
 
 
 def _read_all_coupled(scores: Tensor, batch: _Batch) -> Tensor:
     shaped = _shaped(batch.scaled(scores), batch)
     best = shaped.amax(-1, keepdim=True)
-    winner = (shaped - best).add_(batch.noise(scores.shape[-1], scores.device)).argmax(-1, keepdim=True)
-    return _one_hot(winner, best, batch.support)
+    noisy = batch.noise(scores.shape[-1], scores.device).add_(shaped - best)
+    return _one_hot(noisy.argmax(-1, keepdim=True), best, batch.support)
 
 
 def _count(batch: _Batch, prefilter: int, vocabulary_size: int) -> int:
@@ -475,12 +476,11 @@ def _count(batch: _Batch, prefilter: int, vocabulary_size: int) -> int:
     return min(max(prefilter if unbounded else 0, max(batch.top_k) + _TIE_SLACK), vocabulary_size)
 
 
-def _find(support: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:
+def _find(support: Tensor, ids: Tensor) -> Tensor:
     """Where each id of the support [n, K] stands in `ids` [n, M]; M for an id that is not there, or is padding."""
-    rows, count = ids.shape
-    place = torch.full((rows, vocabulary_size + 1), count, dtype=torch.int32, device=ids.device)
-    place.scatter_(-1, ids, torch.arange(count, dtype=torch.int32, device=ids.device).expand(rows, count))
-    return place.gather(-1, support).long()
+    rising, order = ids.sort(dim=-1)
+    place = torch.searchsorted(rising, support).clamp_(max=ids.shape[-1] - 1)
+    return torch.where(rising.gather(-1, place) == support, order.gather(-1, place), ids.shape[-1])
 
 
 def _draw_in_blocks(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,7 +493,7 @@ def _draw_in_blocks(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     mass = sums[:, -1:]
     target = uniform * mass
     block = _search(sums, target).clamp_(max=sums.shape[-1] - 1)
-    below = torch.nn.functional.pad(sums, (1, 0)).gather(-1, block)
+    below = pad(sums, (1, 0)).gather(-1, block)
     share = (target - below) / (sums.gather(-1, block) - below)
     within = weights[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
     index = _search(within, share * within[:, -1:]).clamp_(max=width - 1)
@@ -508,20 +508,19 @@ def _search(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def _one_hot(winner: Tensor, best: Tensor, support: Tensor) -> Tensor:
-    """The reading of a distribution with all mass on `winner` [n, 1]."""
+    """The reading of a distribution with all mass on `winner` [n, 1]; `best` is the row's largest score, or NaN."""
     inside = support == winner
-    return _reading(best, ~inside.any(-1, keepdim=True), winner, inside)
+    weightless = best - best  # 0, or NaN
+    return _reading(~inside.any(-1, keepdim=True) + weightless, winner, inside)
 
 
-def _reading(best: Tensor, outside: Tensor, token: Tensor, inside: Tensor) -> Tensor:
-    """Columns, then p on the support; `outside` [n, 1] and `inside` [n, K] are weights, normalised here.
-
-    `best` [n, 1] is the largest score, NaN if any was: it tells whether the row is a distribution at all.
-    """
-    status = torch.where(best.isfinite(), int(_Status.GOOD), int(_Status.NOT_FINITE))
+def _reading(outside: Tensor, token: Tensor, inside: Tensor) -> Tensor:
+    """Columns, then p on the support; `outside` [n, 1] and `inside` [n, K] are weights, normalised here."""
     weights = torch.cat((outside.double(), inside.double()), dim=-1)
-    p = weights / weights.sum(-1, keepdim=True)
-    return torch.cat((status.double(), token.double(), p), dim=-1)
+    total = weights.sum(-1, keepdim=True)
+    # A faulty logit, or a row of none, has made NaN of its weights by now.
+    status = torch.where(total.isfinite(), int(_Status.GOOD), int(_Status.NOT_FINITE))
+    return torch.cat((status.double(), token.double(), weights / total), dim=-1)
 
 
 def _mark_incomplete(reading: Tensor, candidates: _Candidates) -> Tensor:
