@@ -32,7 +32,15 @@ def main() -> int:
         model = loading.load(settings.model_options())
         drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens)
         limits = StepLimits(short_feed=settings.max_speculative_tokens + 1, prefill_chunk=settings.prefill_chunk)
-        return Loaded(model, Engine(model.lm, drafter, loop, limits=limits, on_death=on_death))
+        engine = Engine(
+            model.lm,
+            drafter,
+            loop,
+            limits=limits,
+            on_death=on_death,
+            debug_invariants=settings.debug_invariants,
+        )
+        return Loaded(model, engine)
 
     spec = WorkerSpec(
         service=servicer.SERVICE,

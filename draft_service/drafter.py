@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tandem import sampling
-from tandem.acceptance import Drafted
+from tandem.acceptance import Drafted, check_drafted
 from tandem.engine.faults import invalid
+from tandem.engine.invariants import require
 from tandem.engine.job import Job
 from tandem.v1 import draft_pb2
 
@@ -57,3 +58,11 @@ class ModelDrafter:
             job.drafted.append(drafted)
             if len(job.drafted) == job.wanted:
                 job.result = job.drafted
+
+    def check(self, job: ProposeJob) -> None:
+        """The block as asked for, each token drawn from a distribution, and all of it but the last in the cache."""
+        session = job.session
+        require(session.cached_length == session.prefix_length + job.wanted - 1, "the last token is not run")
+        require(len(job.drafted) == job.wanted, "the block has the size that was asked for")
+        for drafted in job.drafted:
+            check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from target_service import servicer
-from target_service.config import TargetConfig
 from tandem import config, grpc_server, telemetry
 from tandem.engine.worker import Loaded, WorkerSpec, serve
+from target_service import servicer
+from target_service.config import TargetConfig
 
 
 def main() -> int:
@@ -24,15 +24,23 @@ def main() -> int:
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         # torch and transformers take seconds to import, and health answers meanwhile.
-        from target_service.verifier import Verifier
         from tandem.engine import loading
         from tandem.engine.engine import Engine
         from tandem.engine.scheduler import StepLimits
+        from target_service.verifier import Verifier
 
         model = loading.load(settings.model_options())
         verifier = Verifier(model.vocabulary_size, settings.max_speculative_tokens)
         limits = StepLimits(short_feed=settings.max_speculative_tokens + 1, prefill_chunk=settings.prefill_chunk)
-        return Loaded(model, Engine(model.lm, verifier, loop, limits=limits, on_death=on_death))
+        engine = Engine(
+            model.lm,
+            verifier,
+            loop,
+            limits=limits,
+            on_death=on_death,
+            debug_invariants=settings.debug_invariants,
+        )
+        return Loaded(model, engine)
 
     spec = WorkerSpec(
         service=servicer.SERVICE,

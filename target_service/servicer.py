@@ -21,14 +21,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def __init__(self, state: WorkerState) -> None:
         self._state = state
 
-    async def Verify(  # type: ignore[override]  # noqa: N802 - the stubs type the synchronous form; the name is the contract's
+    async def Verify(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyBatch],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         await self._state.serve_stream(request_iterator, context, pack)
 
-    async def GetModelInfo(  # type: ignore[override]  # noqa: N802
+    async def GetModelInfo(
         self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetModelInfoResponse:
         return await self._state.model_info(context)

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem import sampling
 from tandem.acceptance import TargetRow
 from tandem.engine.faults import invalid
+from tandem.engine.invariants import require
 from tandem.engine.job import Job
 from tandem.engine.session import decode_token_ids
 from tandem.v1 import target_pb2
-from tandem.wire import IdArray
+from tandem.wire import TOKEN_BYTES, IdArray
 
 MAX_SUPPORT_SIZE = 1024
 
+_MASS_TOLERANCE = 1e-4
 _NOTHING = np.empty(0, dtype=np.uint32)
 
 
@@ -46,10 +49,7 @@ class Verifier:
         given = len(item.support_ids)
         if given not in (block.size, block.size + 1):
             raise invalid("support_ids", f"{given} supports for a block of {block.size}")
-        supports = [
-            _support(f"support_ids[{index}]", data, self._vocabulary_size)
-            for index, data in enumerate(item.support_ids)
-        ]
+        supports = _supports(item.support_ids, self._vocabulary_size)
         if given == block.size:
             supports.append(_NOTHING)
         return VerifyJob(item.cache_epoch, block, supports)
@@ -73,12 +73,34 @@ class Verifier:
             job.result = result
             start += job.rows
 
+    def check(self, job: VerifyJob) -> None:
+        """One row for each position, each a distribution, and the block in the cache."""
+        session = job.session
+        rows: list[TargetRow] = job.result
+        require(session.cached_length == session.prefix_length + job.block, "the cache holds prefix and block")
+        require(len(rows) == job.block + 1, "one row for each draft token, and one more")
+        for row, support in zip(rows, job.supports, strict=True):
+            mass = float(row.p.sum(dtype=np.float64)) + row.outside_mass
+            require(row.p.size == support.size, "p has the size of its support")
+            require(abs(mass - 1.0) <= _MASS_TOLERANCE, "p sums to one")
+            require(0 <= row.outside_token_id < self._vocabulary_size, "the outside token is in the vocabulary")
 
-def _support(field: str, data: bytes, vocabulary_size: int) -> IdArray:
-    support = decode_token_ids(field, data, vocabulary_size)
-    if support.size > MAX_SUPPORT_SIZE:
-        raise invalid(field, f"{support.size} ids, at most {MAX_SUPPORT_SIZE} allowed")
-    ordered = np.sort(support)
-    if (ordered[1:] == ordered[:-1]).any():
-        raise invalid(field, "holds an id twice")
-    return support
+
+def _supports(encoded: Sequence[bytes], vocabulary_size: int) -> list[IdArray]:
+    """Decodes and checks the supports of a block; raises ItemFault INVALID_ARGUMENT."""
+    size = len(encoded[0]) if encoded else 0
+    if size % TOKEN_BYTES or any(len(data) != size for data in encoded):
+        return [_check(data, 1, vocabulary_size)[0] for data in encoded]
+    return list(_check(b"".join(encoded), len(encoded), vocabulary_size))
+
+
+def _check(data: bytes, count: int, vocabulary_size: int) -> NDArray[np.uint32]:
+    """`count` supports of one size as a matrix [count, k]; checked at once, since there are thousands in a second."""
+    ids = decode_token_ids("support_ids", data, vocabulary_size)
+    if ids.size > count * MAX_SUPPORT_SIZE:
+        raise invalid("support_ids", f"{ids.size // count} ids in one, at most {MAX_SUPPORT_SIZE} allowed")
+    supports = ids.reshape(count, -1)
+    ordered = np.sort(supports, axis=-1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise invalid("support_ids", "one holds an id twice")
+    return supports

@@ -72,7 +72,7 @@ class CausalLM:
         self.cache.begin(
             StepView(cells[2].reshape(-1), on_device[3 * batch * width :] if slots is None else slots, columns)
         )
-        keep = max(1, max(feed.rows for feed in feeds))
+        keep = max(1, *(feed.rows for feed in feeds))
         output = self._model(
             input_ids=token_ids,
             attention_mask=self._mask(positions, columns),
@@ -82,6 +82,12 @@ class CausalLM:
             logits_to_keep=keep,
         )
         return _wanted_rows(output.logits, feeds, keep).float()
+
+    @torch.inference_mode()
+    def self_test(self) -> None:
+        """Runs one token without the cache; raises whatever the device raises."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._model(input_ids=token, use_cache=False).logits.cpu()
 
     def _pack(self, feeds: Sequence[Feed], width: int) -> tuple[NDArray[np.int64], int]:
         """Ids, positions and store rows [3, batch, width], then the slots [batch], in one buffer: one transfer."""

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from tandem.engine.causal_lm import CausalLM
 from tandem.engine.faults import ItemFault, invalid
@@ -37,19 +37,16 @@ _STOP_SECONDS = 5.0
 class EngineStats:
     """Counters since the start, and levels now; written by the step thread, to be read from anywhere."""
 
-    steps: int = 0
-    failed_steps: int = 0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_rows: int = 0
-    """Feeds of all decode forwards: divided by `decode_forwards`, the batch size that was reached."""
-    decode_forwards: int = 0
-    prefill_forwards: int = 0
+    forwards: int = 0
+    feeds: int = 0
+    """Sessions in all forwards: divided by `forwards`, the batch size that was reached."""
+    tokens: int = 0
+    failed_forwards: int = 0
+    invariant_violations: int = 0
     busy_seconds: float = 0.0
     sessions: int = 0
     slots_used: int = 0
     running: int = 0
-    cached_tokens: int = 0
 
 
 class Engine(Generic[JobT]):
@@ -63,6 +60,7 @@ class Engine(Generic[JobT]):
         *,
         limits: StepLimits,
         on_death: Callable[[], None],
+        debug_invariants: bool = False,
     ) -> None:
         self.stats = EngineStats()
         self._lm = lm
@@ -73,7 +71,9 @@ class Engine(Generic[JobT]):
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
         self._jobs: dict[Session, JobT] = {}
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
+        self._debug_invariants = debug_invariants
         self._draining = False
+        self._drained = asyncio.Event()
         self._sessions = 0
         self._thread = StepThread("engine", self._step, lambda _: self._call_loop(self._on_death))
 
@@ -99,9 +99,10 @@ class Engine(Generic[JobT]):
         """Ends all sessions of the stream, without answers."""
         self._thread.post(partial(self._close, stream))
 
-    def drain(self) -> None:
-        """New sessions are refused from now on."""
+    async def drain(self) -> None:
+        """Refuses new sessions from now on, and waits until the last session has ended."""
         self._thread.post(self._start_draining)
+        await self._drained.wait()
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` in the step thread and waits for it; its exception is raised here."""
@@ -230,46 +231,76 @@ class Engine(Generic[JobT]):
         self.stats.sessions = self._sessions
         self.stats.slots_used = self._slots.used
         self.stats.running = len(self._scheduler)
+        if self._draining and not self._sessions:
+            self._call_loop(self._drained.set)
 
     def _run(self, batch: Batch[JobT]) -> None:
+        """One forward and what is made of it. Where that fails, each of its jobs is tried alone: one bad item, or a
+        batch too large for the memory, is no reason to fail the others."""
         began = time.perf_counter()
         try:
-            logits = self._lm.forward(batch.feeds)
-            ready = []
-            for job, feed in zip(batch.jobs, batch.feeds, strict=True):
-                job.session.cached_length = feed.start + feed.token_ids.size
-                if feed.rows:
-                    ready.append(job)
-            if ready:
-                self._method.consume(ready, logits)
-        except Exception:
-            self._fail_batch(batch)
+            done = self._forward(batch)
+        except Exception as error:
+            self.stats.failed_forwards += 1
+            if len(batch.jobs) > 1:
+                logger.warning("a forward of %d jobs failed; trying each alone", len(batch.jobs), exc_info=True)
+                for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+                    self._run(Batch([job], [feed]))
+                return
+            self._fail_running(batch.jobs[0], error)
+            self._lm.self_test()  # a device that is beyond repair ends the thread here
             return
-        for job in ready:
-            if job.result is not None:
-                self._finish(job)
-        self.stats.busy_seconds += time.perf_counter() - began
+        for job in done:
+            self._finish(job)
+        self._count(batch, time.perf_counter() - began)
+
+    def _forward(self, batch: Batch[JobT]) -> list[JobT]:
+        """Runs the feeds and hands their logits to the method; returns the jobs that are done."""
+        logits = self._lm.forward(batch.feeds)
+        ready: list[JobT] = []
+        for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+            job.session.cached_length = feed.start + feed.token_ids.size
+            if feed.rows:
+                ready.append(job)
+        if ready:
+            self._method.consume(ready, logits)
+        return [job for job in ready if job.result is not None]
 
     def _finish(self, job: JobT) -> None:
-        self._scheduler.remove(job)
-        del self._jobs[job.session]
         session = job.session
+        if self._debug_invariants:
+            try:
+                session.check()
+                self._method.check(job)
+            except Exception as error:  # noqa: BLE001 - logged and answered
+                self.stats.invariant_violations += 1
+                self._fail_running(job, error)
+                return
+        self._scheduler.remove(job)
+        del self._jobs[session]
         self._answers[job.stream].append(
             Answer(session.request_id, job.cache_epoch, job.result, cached_length=session.cached_length)
         )
 
-    def _fail_batch(self, batch: Batch[JobT]) -> None:
-        self.stats.failed_steps += 1
-        logger.exception(
-            "a step failed; the caches of its sessions are dropped",
-            extra={"request_id": ",".join(job.session.request_id for job in batch.jobs)},
+    def _fail_running(self, job: JobT, error: Exception) -> None:
+        """Answers INTERNAL and logs the traceback."""
+        session = job.session
+        logger.error(
+            "an item failed; the cache of its session is dropped",
+            exc_info=error,
+            extra={"request_id": session.request_id, "cache_epoch": job.cache_epoch},
         )
-        for job in batch.jobs:
-            session = job.session
-            self._scheduler.remove(job)
-            del self._jobs[session]
-            session.drop()
-            self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
+        self._scheduler.remove(job)
+        del self._jobs[session]
+        session.drop()
+        self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
+
+    def _count(self, batch: Batch[JobT], seconds: float) -> None:
+        tokens = sum(feed.token_ids.size for feed in batch.feeds)
+        self.stats.forwards += 1
+        self.stats.feeds += len(batch.feeds)
+        self.stats.tokens += tokens
+        self.stats.busy_seconds += seconds
 
     def _fail(self, stream: Stream, request_id: str, epoch: int, fault: ItemFault, session: Session | None) -> None:
         seen, cached = (session.epoch, session.cached_length) if session is not None else (epoch, 0)

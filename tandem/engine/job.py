@@ -69,4 +69,7 @@ class Method(Protocol[ItemT_contra, JobT]):
 
     def consume(self, jobs: Sequence[JobT], logits: torch.Tensor) -> None:
         """Uses the logits, float32 [sum of the jobs' rows, padded vocabulary]. A job that is done has its `result`
-        set; any other has appended tokens to run."""
+        set; any other has appended tokens to run. Where it raises, no job was changed."""
+
+    def check(self, job: JobT) -> None:
+        """Invariants of a job that is done, and of its result; raises where one doesn't hold. For debugging: dear."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
 from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, Feed, layer_shapes
@@ -70,6 +71,7 @@ def load(options: ModelOptions) -> ServedModel:
 
     Raises ModelError.
     """
+    transformers_logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
     device = _device(options.device)
@@ -143,7 +145,7 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
 
 def _attention_pattern(config: Any) -> AttentionPattern:
     """Raises ModelError for layers whose state can't be rolled back or isn't kept by position."""
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     declared = getattr(config, "layer_types", None) or [SLIDING if window else FULL]
     types = tuple(sorted(set(declared)))
     unsupported = set(types) - {FULL, SLIDING}
@@ -152,7 +154,9 @@ def _attention_pattern(config: Any) -> AttentionPattern:
             f"model type {config.model_type!r} has layers of type {', '.join(sorted(unsupported))}: "
             "only full and sliding-window attention can be rolled back"
         )
-    return AttentionPattern(types, int(window) if SLIDING in types else None)
+    if SLIDING in types and not window:
+        raise ModelError(f"model type {config.model_type!r} has sliding-window layers but no window")
+    return AttentionPattern(types, window)
 
 
 @torch.inference_mode()

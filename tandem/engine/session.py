@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine.faults import ItemFault, invalid
+from tandem.engine.invariants import require
 from tandem.v1 import worker_pb2
 from tandem.wire import DIGEST_BYTES, IdArray, PrefixDigest, WireError, decode_ids, encode_ids
 
@@ -121,6 +122,14 @@ class Session:
             raise ItemFault(
                 worker_pb2.ERROR_REASON_PREFIX_DIVERGED, f"the digest of the {length} tokens of the prefix differs"
             )
+
+    def check(self) -> None:
+        """The invariants of an idle session, in O(length); raises InvariantError."""
+        require(self.cached_length <= self.tokens.length, "the cache holds no more than the tokens")
+        require(self.prefix_length <= self.tokens.length, "the tokens begin with the prefix")
+        digest = PrefixDigest()
+        digest.append(encode_ids(self.tokens.view(0, self.prefix_length)))
+        require(digest.digest() == self._at_prefix.digest(), "the digest is that of the prefix")
 
     def drop(self) -> None:
         """Forgets all tokens; the slot stays."""

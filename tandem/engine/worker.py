@@ -7,6 +7,7 @@ can't be served ends the process with status 1 and one line that names the varia
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 1.0
 
 
@@ -45,6 +45,8 @@ class WorkerState:
 
     def __init__(self, max_speculative_tokens: int, limits: StreamLimits) -> None:
         self.loaded: Loaded | None = None
+        self.closed = ""
+        """Why there is no service any more."""
         self._max_speculative_tokens = max_speculative_tokens
         self._limits = limits
         self._streams: set[PackedStream] = set()
@@ -80,13 +82,15 @@ class WorkerState:
             self._streams.discard(stream)
 
     def end_streams(self, message: str) -> None:
-        """Ends all open streams with UNAVAILABLE."""
+        """Ends all open streams with UNAVAILABLE, and refuses new calls."""
+        self.closed = message
         for stream in self._streams:
             stream.end(grpc.StatusCode.UNAVAILABLE, message)
 
     async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Loaded:
-        if self.loaded is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is not loaded")
+        if self.loaded is None or self.closed:
+            problem = self.closed or "the model is not loaded yet"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, problem)
             raise AssertionError("abort returned")
         return self.loaded
 
@@ -187,6 +191,7 @@ async def _load(
             logger.exception("loading failed")
         raise _LoadError(str(error)) from error
     loaded.engine.start()
+    await loaded.engine.call(loaded.model.lm.self_test)
     return loaded
 
 
@@ -203,12 +208,9 @@ def _settle(future: asyncio.Future[Loaded], loaded: Loaded | None, error: Except
 async def _drain(state: WorkerState, loaded: Loaded, health: grpc_server.HealthSwitch, seconds: float) -> None:
     """Refuses new sessions at once, serves those there are until they end or the time is up, then ends the streams."""
     await health.set(serving=False)
-    loaded.engine.drain()
     logger.info("draining: %d sessions, at most %g s", loaded.engine.stats.sessions, seconds)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
-    while loaded.engine.stats.sessions and loop.time() < deadline:
-        await asyncio.sleep(_POLL_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(loaded.engine.drain(), seconds)
     state.end_streams("the service is shutting down")
 
 
