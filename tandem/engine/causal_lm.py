@@ -53,6 +53,8 @@ class CausalLM:
         self.cache = cache
         self.padded_vocabulary_size = padded_vocabulary_size
         self.device: torch.device = model.device
+        # Eager attention adds its mask to the scores: a boolean one would be added as 0 and 1, silently.
+        self._additive_mask = model.config._attn_implementation == "eager"
         self._columns = torch.arange(cache.columns, device=self.device)
 
     @torch.inference_mode()
@@ -113,12 +115,17 @@ class CausalLM:
         """True where a query may look, [batch, 1, width, columns]; one for each layer type if they differ."""
         seen_from = positions[:, None, :, None]
         held = self._columns[:columns]
-        full = held <= seen_from
-        if SLIDING not in self._pattern.layer_types:
-            return full
-        assert self._pattern.window is not None
-        sliding = full & (held > seen_from - self._pattern.window)
-        return sliding if len(self._pattern.layer_types) == 1 else {FULL: full, SLIDING: sliding}
+        masks = {FULL: held <= seen_from}
+        if self._pattern.window is not None:
+            masks[SLIDING] = masks[FULL] & (held > seen_from - self._pattern.window)
+        if self._additive_mask:
+            masks = {name: self._additive(mask) for name, mask in masks.items()}
+        types = self._pattern.layer_types
+        return masks[types[0]] if len(types) == 1 else masks
+
+    def _additive(self, mask: torch.Tensor) -> torch.Tensor:
+        dtype = self._model.dtype
+        return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def layer_shapes(cache: Any) -> list[LayerShape]:

@@ -14,12 +14,13 @@ os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
 from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, Feed, layer_shapes
+from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ def load(options: ModelOptions) -> ServedModel:
         options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
+    if packing_supported(model):
+        logger.info("%d linear layers laid out for small batches", pack_linear_layers(model))
     lm = CausalLM(model, pattern, cache, padded)
     _check_against_model(model, lm)
     strings = model_info.token_strings(tokenizer)
@@ -131,16 +134,24 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
     where = "folder" if Path(options.model).is_dir() else "no local folder of that name; on the hub"
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
+        config = AutoConfig.from_pretrained(options.model, **source)
         model = AutoModelForCausalLM.from_pretrained(
             options.model,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=_attention_implementation(config),
             use_safetensors=None if options.gguf_file else True,
             **source,
         )
     except Exception as error:  # the loaders of a dozen libraries raise whatever they like
         raise ModelError(f"can't load model {options.model!r} ({where}): {_one_line(error)}") from error
     return model.to(device).eval(), tokenizer
+
+
+def _attention_implementation(config: Any) -> str:
+    """sdpa, but for the few models that need more than it has (a cap on attention logits, sinks)."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    supported = model_class is None or getattr(model_class, "_supports_sdpa", True)
+    return "sdpa" if supported else "eager"
 
 
 def _attention_pattern(config: Any) -> AttentionPattern:
@@ -179,15 +190,30 @@ def _probe(model: Any) -> DynamicCache:
 
 
 def _context_length(options: ModelOptions, config: Any, bytes_per_token: int) -> int:
-    own = int(getattr(config, "max_position_embeddings", 0) or 0)
+    own = _model_context(config)
     if options.context_length:
         if own and options.context_length > own:
-            raise ModelError(f"context length {options.context_length} is beyond the model's {own}")
+            raise ModelError(
+                f"context length {options.context_length} is beyond the {own} tokens that the model allows"
+            )
         return options.context_length
     affordable = options.kv_memory_bytes // (bytes_per_token * options.slots) - 1
     if affordable < 1:
         raise ModelError(f"KV memory of {options.kv_memory_bytes} bytes holds no token for each of the slots")
     return min(own, affordable) if own else affordable
+
+
+def _model_context(config: Any) -> int:
+    """Longest sequence whose positions have one meaning; 0 if the model has no limit.
+
+    "longrope" changes the rotation of all positions once any sequence of the batch is longer than in pretraining: then
+    keys in the cache are of the wrong kind, and a request's output depends on its neighbours'.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    variants = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one, or one for each layer type
+    limits = [each["original_max_position_embeddings"] for each in variants if each.get("rope_type") == "longrope"]
+    limits.append(getattr(config, "max_position_embeddings", 0) or 0)
+    return min((int(limit) for limit in limits if limit), default=0)
 
 
 @torch.inference_mode()

@@ -1,0 +1,144 @@
+"""The engine computes what the model computes, whatever the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.causal_lm import CausalLM, Feed
+from tandem.engine.loading import ModelError
+from tests.engine.models import over_slots, plain_greedy, plain_logits, random_ids, random_model
+
+TOLERANCE = 1e-5
+
+
+def relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    assert logits.shape == expected.shape
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def test_ragged_batch_equals_each_request_alone() -> None:
+    model = random_model()
+    lm = over_slots(model)
+    sequences = [random_ids(seed, size) for seed, size in enumerate([40, 3, 17, 1, 26])]
+    # Some in one piece; others continued, from different lengths, with other numbers of tokens and rows.
+    lm.forward([Feed(slot, 0, ids[:half], 1) for slot, ids in enumerate(sequences) if (half := ids.size // 2)])
+    feeds = [
+        Feed(slot, ids.size // 2, ids[ids.size // 2 :], min(4, ids.size - ids.size // 2))
+        for slot, ids in enumerate(sequences)
+    ]
+    logits = lm.forward(feeds)
+    expected = torch.cat([plain_logits(model, ids)[-feed.rows :] for ids, feed in zip(sequences, feeds, strict=True)])
+    assert relative(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 3, 4), (0, 3, 7), (5, 1, 6), (2, 1, 0)])
+def test_any_slots_in_any_order(slots: tuple[int, ...]) -> None:
+    model = random_model()
+    lm = over_slots(model)
+    sequences = {slot: random_ids(slot, 5 + slot) for slot in range(8)}
+    for slot, ids in sequences.items():
+        lm.forward([Feed(slot, 0, ids[:-3], 0)])
+    logits = lm.forward([Feed(slot, sequences[slot].size - 3, sequences[slot][-3:], 2) for slot in slots])
+    expected = torch.cat([plain_logits(model, sequences[slot])[-2:] for slot in slots])
+    assert relative(logits, expected) < TOLERANCE
+
+
+def test_neighbours_and_padding_leave_no_trace() -> None:
+    lm = over_slots(random_model())
+    mine = random_ids(1, 20)
+    lm.forward([Feed(3, 0, mine[:12], 0)])
+    for slot in (2, 4):  # beside it, longer ones come and go
+        lm.forward([Feed(slot, 0, random_ids(slot, 60), 0)])
+    lm.forward([Feed(3, 12, mine[12:14], 1), Feed(4, 30, random_ids(9, 25), 3)])
+    among_others = lm.forward([Feed(2, 8, random_ids(8, 40), 1), Feed(3, 14, mine[14:], 6)])[1:]
+    alone = over_slots(random_model())
+    assert relative(among_others, alone.forward([Feed(0, 0, mine, 6)])) < TOLERANCE
+
+
+def test_rollback_then_continue_equals_a_cold_run() -> None:
+    model = random_model()
+    lm = over_slots(model)
+    kept, rejected, instead = random_ids(1, 15), random_ids(2, 9), random_ids(3, 9)
+    lm.forward([Feed(0, 0, np.concatenate([kept, rejected]), 1)])
+    logits = lm.forward([Feed(0, kept.size, instead, instead.size)])
+    expected = plain_logits(model, np.concatenate([kept, instead]))[kept.size :]
+    assert relative(logits, expected) < TOLERANCE
+
+
+def test_chunked_prefill_equals_whole_prefill() -> None:
+    model = random_model()
+    lm = over_slots(model)
+    ids = random_ids(1, 60)
+    for start in range(0, 56, 7):
+        lm.forward([Feed(0, start, ids[start : start + 7], 0), Feed(1, start, ids[start : start + 7], 1)])
+    logits = lm.forward([Feed(0, 56, ids[56:], 4)])
+    assert relative(logits, plain_logits(model, ids)[-4:]) < TOLERANCE
+
+
+def test_the_last_column_is_usable_and_the_trash_column_is_not_read() -> None:
+    model = random_model()
+    lm = over_slots(model, slots=2, max_length=16)
+    ids = random_ids(1, 16)
+    logits = lm.forward([Feed(0, 0, ids, 2), Feed(1, 0, ids[:1], 1)])
+    again = lm.forward([Feed(0, 15, ids[15:], 1), Feed(1, 0, ids[:9], 1)])
+    assert relative(logits[:2], plain_logits(model, ids)[-2:]) < TOLERANCE
+    assert relative(again[:1], plain_logits(model, ids)[-1:]) < TOLERANCE
+
+
+def greedy(lm: CausalLM, prompt: np.ndarray, count: int) -> list[int]:
+    generated: list[int] = []
+    start, feed = 0, prompt
+    for _ in range(count):
+        token = int(lm.forward([Feed(0, start, feed, 1)])[0].argmax())
+        start, feed = start + feed.size, np.array([token], dtype=np.uint32)
+        generated.append(token)
+    return generated
+
+
+def test_greedy_equals_generate() -> None:
+    model = random_model()
+    for seed in range(5):
+        prompt = random_ids(seed, 10 + seed)
+        assert greedy(over_slots(model), prompt, 40) == plain_greedy(model, prompt, 40)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {"sliding_window": 6}),  # all layers slide; the mask is one tensor
+        ("gemma3_text", {"sliding_window": 6, "num_hidden_layers": 6}),  # a dict of masks, two rotary bases
+        ("gemma2", {"sliding_window": 6}),  # a cap on attention logits: eager, with an additive mask
+        ("cohere2", {"sliding_window": 6, "num_hidden_layers": 4}),  # scaled logits, layers without rotation
+        ("qwen2", {}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),  # learned positions
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # positions with an offset
+        ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    ],
+)
+def test_model_families_past_their_windows(model_type: str, changes: dict[str, object]) -> None:
+    model = random_model(model_type, **changes)
+    lm = over_slots(model)
+    ids = random_ids(1, 40)
+    expected = plain_logits(model, ids)
+    logits = [lm.forward([Feed(1, 0, ids[:13], 13), Feed(2, 0, ids[:30], 1)])[:13]]
+    lm.forward([Feed(1, 13, random_ids(5, 12), 2)])  # a block that is rejected
+    logits.append(lm.forward([Feed(1, 13, ids[13:20], 7), Feed(2, 30, ids[30:31], 1)])[:7])
+    logits.append(lm.forward([Feed(0, 0, ids[:2], 1), Feed(1, 20, ids[20:], 20)])[1:])
+    assert relative(torch.cat(logits), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mamba", {"state_size": 4}),
+        ("recurrent_gemma", {}),
+        ("llama4_text", {"num_local_experts": 2}),
+        ("bloom", {"n_head": 4, "n_layer": 2}),  # takes no mask per query
+    ],
+)
+def test_models_that_cannot_roll_back_are_refused(model_type: str, changes: dict[str, object]) -> None:
+    model = random_model(model_type, **changes)
+    with pytest.raises(ModelError, match=f"model type '{model_type}"):
+        over_slots(model)
