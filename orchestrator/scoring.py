@@ -36,7 +36,8 @@ TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
 )
 
 P_SUM_TOLERANCE = 1e-3
-BUSY_PAUSE_SECONDS = 0.05
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
 RETRY_AFTER_SECONDS = 5.0
 
 _HOPELESS_REASONS = frozenset(
@@ -83,6 +84,7 @@ class Scoring:
     async def verify(self, prefix: Prefix, epoch: int, block: Block) -> list[TargetRow]:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
         give_up_at = time.monotonic() + self._policy.retry
+        pause = FIRST_PAUSE_SECONDS
         while True:
             had_cache = self._session.opened
             try:
@@ -100,7 +102,8 @@ class Scoring:
             if had_cache:
                 self._statistics.rebuilds += 1
             self._log_retry(fault, epoch)
-            await self._pause(give_up_at, fault)
+            await self._pause(pause, give_up_at, fault)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def settle(self, prefix_length: int, accepted: int) -> None:
         """After a round on a prefix of `prefix_length` tokens: what the target's cache still shares with the output."""
@@ -118,14 +121,14 @@ class Scoring:
             extra={"request_id": self._session.request_id, "cache_epoch": epoch},
         )
 
-    async def _pause(self, give_up_at: float, fault: Exception) -> None:
+    async def _pause(self, seconds: float, give_up_at: float, fault: Exception) -> None:
         left = give_up_at - time.monotonic()
         if left <= 0:
             raise Unavailable(
                 f"no target scored the round within {self._policy.retry:g} s", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS
             ) from fault
         if self._pool.ready:
-            await asyncio.sleep(min(BUSY_PAUSE_SECONDS, left))
+            await asyncio.sleep(min(seconds, left))
         else:
             await self._pool.wait_for_change(left)
 
