@@ -312,10 +312,13 @@ def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
     values, ids = _best(scaled, count)
     relative = values - values.amax(-1, keepdim=True)  # unlike values[:, :1], NaN if any is
     keep = torch.ones_like(values, dtype=torch.bool)
+    complete = torch.ones_like(values[:, :1], dtype=torch.bool)
     if any(batch.top_k):
         top_k = batch.columns[:, 1, None].long()
         kth = values.gather(-1, (top_k - 1).clamp(0, count - 1))
         keep &= (values >= kth) | (top_k == 0) | (top_k > count)
+        # More ties with the last of top_k than candidates would add to the mass that top_p is a share of.
+        complete &= (values[:, -1:] < kth) | (top_k == 0)
     if any(each.top_p < 1.0 for each in batch.params):
         left = torch.where(keep, relative, _NO_LOGIT).softmax(-1).double()
         left = left / left[:, :1]
@@ -325,8 +328,9 @@ def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
         keep &= relative >= batch.column(3).log()
     keep[:, 0] = True
     last_kept = values.gather(-1, keep.sum(-1, keepdim=True) - 1)
-    complete = (values[:, -1:] < last_kept)[:, 0] if count < scaled.shape[-1] else keep[:, 0]
-    return _Candidates(ids, relative.masked_fill(~keep, _NO_LOGIT), complete)
+    complete &= values[:, -1:] < last_kept
+    complete |= count == scaled.shape[-1]
+    return _Candidates(ids, relative.masked_fill(~keep, _NO_LOGIT), complete[:, 0])
 
 
 def _best(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -133,3 +135,335 @@ def test_target_rows_match_transformers_over_the_grid(kind: str, size: int) -> N
     ]
     worst = int(np.argmax(deviations))
     assert max(deviations) <= 1e-6, (deviations[worst], GRID[worst])
+
+
+def deviation(logits: Tensor, params: SamplingParams, position: int = 0) -> float:
+    """How far one row, seen from a few supports, is from transformers."""
+    size = logits.shape[-1]
+    reference = oracle(logits[0], params, position)
+    likely = np.argsort(-reference, kind="stable")[:30].astype(np.uint32)
+    anywhere = random_support(np.random.default_rng(1), size, min(size, 9))
+    supports = [NO_SUPPORT, likely[:1], likely, likely[::-1].copy(), anywhere]
+    count = len(supports)
+    rows = target_rows(logits.expand(count, -1), [params] * count, [position] * count, supports, size)
+    return max(from_row(row, support, reference) for row, support in zip(rows, supports, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 20, 40])
+@pytest.mark.parametrize("top_p", [0.1113, 0.5113, 0.7613, 1.0])  # off any multiple of 1 / size
+@pytest.mark.parametrize("min_p", [0.0, 1.0])
+@pytest.mark.parametrize("size", [40, 700, 5000])
+def test_rows_of_equal_logits(size: int, top_k: int, top_p: float, min_p: float) -> None:
+    """One tie through and through: top_k keeps them all, top_p a part of them."""
+    assert deviation(torch.zeros(1, size), make_params(top_k=top_k, top_p=top_p, min_p=min_p)) <= 1e-6
+
+
+@pytest.mark.parametrize("top_k", [0, 5, 300, 3000])
+def test_more_ties_than_candidates(top_k: int) -> None:
+    """A few likely tokens over a plateau that is wider than any prefilter."""
+    logits = torch.zeros(1, 4000)
+    logits[0, [7, 1900, 3999]] = torch.tensor([9.0, 8.0, 8.0])
+    for top_p in (1.0, float(np.float32(0.9)), 0.5):
+        assert deviation(logits, make_params(top_k=top_k, top_p=top_p)) <= 1e-6
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.875, 0.984375])
+def test_top_p_on_either_side_of_a_boundary(top_p: float) -> None:
+    logits = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -6.0]]) * float(np.log(2.0))
+    reference = oracle(logits[0], make_params(top_p=top_p + 1e-4))
+    assert np.count_nonzero(reference) > np.count_nonzero(oracle(logits[0], make_params(top_p=top_p - 1e-4)))
+    assert deviation(logits, make_params(top_p=top_p - 1e-4)) <= 1e-6
+    assert deviation(logits, make_params(top_p=top_p + 1e-4)) <= 1e-6
+
+
+def test_a_prefilter_too_small_is_enlarged() -> None:
+    """top_p over a flat row needs more candidates than the first prefilter, and then than the last."""
+    flat = logits_of_kind("flat", 1, 30_000)
+    for top_p in (0.005, 0.05, 0.5):
+        assert deviation(flat, make_params(top_p=top_p)) <= 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 100.0])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = logits_of_kind("plain", 1, 3000)
+    assert deviation(logits, make_params(temperature=float(np.float32(temperature)))) <= 1e-6
+
+
+def test_temperature_zero_is_one_hot_at_the_first_argmax() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0]])
+    # All else is idle at temperature 0, as it is in generate.
+    params = make_params(temperature=0.0, top_k=2, top_p=0.5, min_p=0.9)
+    inside, outside = target_rows(
+        logits.expand(2, -1),
+        [params] * 2,
+        [0, 0],
+        [np.array([2, 1], dtype=np.uint32), np.array([2], dtype=np.uint32)],
+        4,
+    )
+    assert (inside.p.tolist(), inside.outside_mass) == ([0.0, 1.0], 0.0)
+    assert (outside.p.tolist(), outside.outside_mass, outside.outside_token_id) == ([0.0], 1.0, 1)
+    [drafted] = draft_tokens(logits, [params], [0], 4, support_size=64)
+    assert (drafted.token_id, drafted.support_ids.tolist(), drafted.q.tolist()) == (1, [1], [1.0])
+
+
+PADDED = [
+    make_params(temperature=0.0),
+    make_params(),
+    make_params(top_k=5),
+    make_params(top_p=0.5),
+    make_params(coupled=True),
+    make_params(coupled=True, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("padding", [1e9, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("params", PADDED)
+def test_padding_has_no_say(params: SamplingParams, padding: float) -> None:
+    logits = logits_of_kind("plain", 1, 40)
+    padded = torch.nn.functional.pad(logits, (0, 24), value=padding)
+    support = np.array([3, 39], dtype=np.uint32)
+    bare, masked = (target_rows(each, [params], [0], [support], 40)[0] for each in (logits, padded))
+    assert_same_row(bare, masked)
+    assert_same_draft(*(draft_tokens(each, [params], [0], 40, 64)[0] for each in (logits, padded)))
+
+
+def assert_same_row(one: TargetRow, other: TargetRow) -> None:
+    assert one.p == pytest.approx(other.p, abs=1e-7)
+    assert one.outside_mass == pytest.approx(other.outside_mass, abs=1e-7)
+    assert one.outside_token_id == other.outside_token_id
+
+
+def assert_same_draft(one: Drafted, other: Drafted) -> None:
+    assert one.token_id == other.token_id
+    assert one.support_ids.tolist() == other.support_ids.tolist()
+    assert one.q == pytest.approx(other.q, abs=1e-7)
+    assert one.index == other.index
+
+
+@pytest.mark.parametrize("params", PADDED)
+def test_min_length_takes_the_end_tokens_until_it_is_reached(params: SamplingParams) -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, [4, 9]] = 30.0
+    logits[0, 7] = 20.0
+    params = replace(params, min_length=6, end_token_ids=(4, 9, 4, 1000))
+    support = np.array([4, 7, 9], dtype=np.uint32)
+    before, after = target_rows(logits.expand(2, -1), [params] * 2, [5, 6], [support] * 2, 40)
+    assert before.p[[0, 2]].tolist() == [0.0, 0.0]
+    assert before.p[1] > 0.99
+    assert after.p[[0, 2]].sum() > 0.99
+    drafts = draft_tokens(logits.expand(2, -1), [params] * 2, [5, 6], 40, 64)
+    assert drafts[0].token_id == 7
+    assert not {4, 9} & set(drafts[0].support_ids.tolist())
+    assert drafts[1].token_id in (4, 9)
+    assert logits[0, 4] == 30.0  # the caller's logits stay as they were
+
+
+def test_min_length_matches_transformers() -> None:
+    logits = logits_of_kind("plain", 1, 60)
+    params = make_params(temperature=float(np.float32(0.7)), top_k=9, min_length=3, end_token_ids=(5, 6))
+    for position in (2, 3):
+        assert deviation(logits, params, position) <= 1e-6
+
+
+def mixed_batch() -> list[SamplingParams]:
+    kinds = [
+        make_params(temperature=0.0),
+        make_params(),
+        make_params(temperature=float(np.float32(0.7)), top_p=float(np.float32(0.9))),
+        make_params(top_k=50),
+        make_params(top_k=2000, top_p=0.5),
+        make_params(min_p=float(np.float32(0.1))),
+        make_params(coupled=True),
+        make_params(coupled=True, temperature=0.5, top_k=7),
+        make_params(coupled=True, temperature=0.0),
+        make_params(temperature=1.5, top_p=float(np.float32(0.99)), min_length=1000, end_token_ids=(1, 2)),
+    ]
+    return [replace(each, seed=seed) for seed in range(5) for each in kinds]
+
+
+@pytest.mark.parametrize("size", [100, 2600])
+def test_a_row_does_not_depend_on_its_neighbours(size: int) -> None:
+    batch = mixed_batch()
+    order = np.random.default_rng(4).permutation(len(batch))
+    params = [batch[i] for i in order]
+    positions = [int(i) % 7 for i in order]
+    logits = logits_of_kind("plain", len(batch), size)
+    drafts = draft_tokens(logits, params, positions, size, 16)
+    supports = [each.support_ids if i % 4 else NO_SUPPORT for i, each in enumerate(drafts)]
+    rows = target_rows(logits, params, positions, supports, size)
+    for i in range(len(batch)):
+        one = slice(i, i + 1)
+        [row] = target_rows(logits[one], params[one], positions[one], supports[one], size)
+        [draft] = draft_tokens(logits[one], params[one], positions[one], size, 16)
+        assert_same_row(row, rows[i])
+        assert_same_draft(draft, drafts[i])
+
+
+@pytest.mark.parametrize("params", GRID[::7])
+def test_draft_tokens_come_from_the_cut_oracle(params: SamplingParams) -> None:
+    size, support_size = 300, 20
+    logits = logits_of_kind("plain", 1, size)
+    reference = oracle(logits[0], params)
+    [drafted] = draft_tokens(logits, [params], [3], size, support_size)
+    likely = np.argsort(-reference, kind="stable")[:support_size]
+    likely = likely[reference[likely] > 1e-30]
+    assert drafted.support_ids.dtype == np.uint32
+    assert drafted.q.dtype == np.float32
+    assert drafted.support_ids.tolist() == likely.tolist()
+    assert drafted.q == pytest.approx(reference[likely] / reference[likely].sum(), abs=1e-6)
+    assert (drafted.q > 0.0).all()
+    check_drafted(drafted.token_id, drafted.support_ids, drafted.q, size)
+    assert drafted.support_ids[drafted.index] == drafted.token_id
+    cumulative = drafted.q.cumsum(dtype=np.float64)
+    u = uniforms(params.seed, 3)[0, Lane.DRAFT] * cumulative[-1]
+    assert drafted.index == np.searchsorted(cumulative, u, side="right")
+
+
+@pytest.mark.parametrize("params", [make_params(), make_params(top_k=40), make_params(min_p=float(np.float32(0.01)))])
+def test_the_outside_draw_has_the_outside_law(params: SamplingParams) -> None:
+    """Candidates or two levels of blocks, the draw is one from p with the support taken out (alpha 1e-3)."""
+    size, rows = 1300, 2000
+    logits = logits_of_kind("plain", 1, size)
+    reference = oracle(logits[0], params)
+    support = np.argsort(-reference)[1:4].astype(np.uint32)
+    reference[support] = 0.0
+    params_of = [replace(params, seed=seed) for seed in range(rows)]
+    drawn = target_rows(logits.expand(rows, -1), params_of, [5] * rows, [support] * rows, size)
+    tokens = np.array([each.outside_token_id for each in drawn])
+    counts = np.bincount(tokens, minlength=size)
+    assert counts[reference == 0.0].sum() == 0
+    likely = np.argsort(-reference)[:8]
+    observed = np.append(counts[likely], rows - counts[likely].sum())
+    expected = np.append(reference[likely], reference.sum() - reference[likely].sum()) / reference.sum() * rows
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_a_draw_from_p_is_the_same_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exhausted prefilters end in a pass over the whole row, with the same p."""
+    logits = logits_of_kind("plain", 20, 3000)
+    params = [make_params(top_p=float(np.float32(0.9)), seed=seed) for seed in range(20)]
+    support = [np.arange(3, 3000, 7, dtype=np.uint32)] * 20
+    few = target_rows(logits, params, [0] * 20, support, 3000)
+    monkeypatch.setattr(sampling, "_PREFILTERS", (1, 2))
+    for one, other in zip(few, target_rows(logits, params, [0] * 20, support, 3000), strict=True):
+        assert one.p == pytest.approx(other.p, abs=1e-6)
+        assert one.outside_mass == pytest.approx(other.outside_mass, abs=1e-6)
+
+
+def test_the_outside_token_is_in_the_vocabulary_even_without_outside_mass() -> None:
+    for params in PADDED:
+        for size in (511, 512, 513):
+            support = np.arange(size, dtype=np.uint32)
+            [row] = target_rows(torch.zeros(1, size), [params], [0], [support], size)
+            assert row.outside_mass == 0.0
+            assert row.p.sum(dtype=np.float64) == pytest.approx(1.0, abs=1e-6)
+            assert 0 <= row.outside_token_id < size
+
+
+@pytest.mark.parametrize("shape", [{}, {"top_k": 30}, {"top_p": 0.5}, {"temperature": 0.5, "min_p": 0.25}])
+def test_coupled_is_the_argmax_of_p_with_noise(shape: dict[str, float]) -> None:
+    size, rows = 900, 30
+    logits = logits_of_kind("plain", rows, size)
+    params = [make_params(coupled=True, seed=seed, **shape) for seed in range(rows)]
+    everything = np.arange(size, dtype=np.uint32)
+    seen = target_rows(logits, params, [8] * rows, [everything] * rows, size)
+    unseen = target_rows(logits, params, [8] * rows, [NO_SUPPORT] * rows, size)
+    drafts = draft_tokens(logits, params, [8] * rows, size, support_size=64)
+    for i in range(rows):
+        with np.errstate(divide="ignore"):
+            noisy = np.log(oracle(logits[i], params[i])) + gumbel_noise(i, 8, size)
+        winner = int(noisy.argmax())
+        assert np.flatnonzero(seen[i].p).tolist() == [winner]
+        assert (seen[i].p[winner], seen[i].outside_mass) == (1.0, 0.0)
+        assert (unseen[i].outside_token_id, unseen[i].outside_mass) == (winner, 1.0)
+        assert drafts[i].q.tolist() == [1.0]
+        # The same model drafts the same token, unless it fell out of the support.
+        if winner in np.argsort(-logits[i].numpy())[:64]:
+            assert drafts[i].token_id == winner
+    assert sum(draft.token_id == row.outside_token_id for draft, row in zip(drafts, unseen, strict=True)) > rows / 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [*PADDED, make_params(min_p=0.5), make_params(top_k=20, top_p=0.5, min_p=0.5)])
+@pytest.mark.parametrize("place", [0, 20, 39])
+def test_a_faulty_logit_is_an_error(params: SamplingParams, bad: float, place: int) -> None:
+    logits = logits_of_kind("plain", 3, 40)
+    logits[1, place] = bad
+    with pytest.raises(ValueError, match="row 1: the logits"):
+        target_rows(logits, [params] * 3, [0] * 3, [np.array([1], dtype=np.uint32)] * 3, 40)
+    with pytest.raises(ValueError, match="row 1: the logits"):
+        draft_tokens(logits, [params] * 3, [0] * 3, 40, 8)
+
+
+@pytest.mark.parametrize("params", [*PADDED, make_params(min_p=0.5), make_params(top_k=20, top_p=0.5, min_p=0.5)])
+def test_a_row_without_tokens_is_an_error(params: SamplingParams) -> None:
+    logits = torch.full((1, 40), -torch.inf)
+    with pytest.raises(ValueError, match="row 0: the logits"):
+        target_rows(logits, [params], [0], [NO_SUPPORT], 40)
+    with pytest.raises(ValueError, match="row 0: the logits"):
+        draft_tokens(logits, [params], [0], 40, 8)
+    # So is a vocabulary of nothing but suppressed end tokens.
+    params = replace(params, min_length=5, end_token_ids=tuple(range(40)))
+    with pytest.raises(ValueError, match="row 0: the logits"):
+        target_rows(torch.zeros(1, 40), [params], [0], [NO_SUPPORT], 40)
+
+
+def test_no_rows_are_no_rows() -> None:
+    assert target_rows(torch.zeros(0, 40), [], [], [], 40) == []
+    assert draft_tokens(torch.zeros(0, 40), [], [], 40, 8) == []
+
+
+def test_a_support_outside_of_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        target_rows(torch.zeros(1, 64), [make_params()], [0], [np.array([40], dtype=np.uint32)], 40)
+
+
+def message(**overrides: object) -> sampling_pb2.Sampling:
+    fields: dict[str, object] = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "seed": 2**64 - 1,
+        "acceptance_method": sampling_pb2.ACCEPTANCE_METHOD_COUPLED,
+        "min_length": 9,
+        "end_token_ids": [4, 5],
+    }
+    return sampling_pb2.Sampling(**(fields | overrides))  # type: ignore[arg-type]
+
+
+def test_from_proto_takes_every_field() -> None:
+    assert SamplingParams.from_proto(message()) == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.75,
+        min_p=0.25,
+        seed=2**64 - 1,
+        coupled=True,
+        min_length=9,
+        end_token_ids=(4, 5),
+    )
+    rejection = message(acceptance_method=sampling_pb2.ACCEPTANCE_METHOD_REJECTION)
+    assert not SamplingParams.from_proto(rejection).coupled
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", -0.5),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("min_p", float("nan")),
+        ("acceptance_method", sampling_pb2.ACCEPTANCE_METHOD_UNSPECIFIED),
+        ("acceptance_method", 7),
+    ],
+)
+def test_from_proto_names_the_field_that_is_wrong(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field} "):
+        SamplingParams.from_proto(message(**{field: value}))
