@@ -14,8 +14,6 @@ _MEANINGS = {
     TokenKind.RECOVERED: "recovered after a rejection",
     TokenKind.BONUS: "bonus, from the target alone",
 }
-# A token that released no text: an end token, or a part of a character.
-_EMPTY = "<>"
 
 
 def use_colour(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -55,7 +53,7 @@ class TokenPainter:
         if self._letters:
             body = text.rstrip("\n")
             # Before a line's end, so that the letter stays on the line of its token.
-            text = f"{body or _EMPTY}/{_LETTERS[token.kind]}{text[len(body) :]}"
+            text = f"{body}[{_LETTERS[token.kind]}]{text[len(body) :]}"
         if self._colour and text:
             text = f"\x1b[{_COLOURS[token.kind]}m{text}\x1b[0m"
         return text
@@ -64,7 +62,7 @@ class TokenPainter:
         """What the marks mean."""
         parts = []
         for kind, meaning in _MEANINGS.items():
-            mark = f"{_LETTERS[kind]} {meaning}" if self._letters else meaning
+            mark = f"[{_LETTERS[kind]}] {meaning}" if self._letters else meaning
             parts.append(f"\x1b[{_COLOURS[kind]}m{mark}\x1b[0m" if self._colour else mark)
         return " · ".join(parts) if self._stream.encoding.lower().startswith("utf") else " | ".join(parts)
 

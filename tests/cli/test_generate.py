@@ -72,7 +72,7 @@ def test_json_is_one_object(run):
 def test_kinds_and_statistics(run):
     code, out, err = run("Why?", "--kinds", "--stats")
     assert code == 0
-    assert out == "The/A sky/A is/B<>/A\nblue/R."
+    assert out == "The[A] sky[A] is[B][A]\nblue[R]."
     assert "mean acceptance length" in err
     assert "2.50" in err
 

@@ -53,11 +53,11 @@ def test_each_kind_has_its_colour():
 
 def test_each_kind_has_its_letter():
     text = shown(chunk(token("a"), token(" b", TokenKind.RECOVERED), token("c", TokenKind.BONUS)), letters=True)
-    assert text == "a/A b/Rc/B"
+    assert text == "a[A] b[R]c[B]"
 
 
 def test_a_letter_stays_on_the_line_of_its_token():
-    assert shown(chunk(token("a\n\n"), token("\n"), token("")), letters=True) == "a/A\n\n<>/A\n<>/A"
+    assert shown(chunk(token("a\n\n"), token("\n"), token("")), letters=True) == "a[A]\n\n[A]\n[A]"
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -69,7 +69,7 @@ def test_text_held_back_until_the_end_is_shown(colour):
 
 def test_the_legend_explains_every_mark():
     legend = TokenPainter(Screen(False), colour=False, letters=True).legend()
-    assert all(f"{letter} " in legend for letter in "ARB")
+    assert all(f"[{letter}] " in legend for letter in "ARB")
 
 
 @pytest.mark.parametrize(

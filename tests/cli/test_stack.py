@@ -248,7 +248,7 @@ def test_a_running_store_is_used_as_it_is(stack, free_port, tmp_path):
 def test_demo_shows_both_runs_and_stops_everything(stack):
     code, out, err = stack.run("demo", "Why?")
     assert (code, err) == (0, "")
-    assert out.count("The/A sky/A is/B") == 2
+    assert out.count("The[A] sky[A] is[B]") == 2
     for part in ("prompt: Why?", "accepted from the draft", "gamma = 2", "gamma = 0", "speed-up", "token for token"):
         assert part in out
     assert str(stack.home / "logs") in out
@@ -279,7 +279,7 @@ def test_demo_interrupted_leaves_nothing(stack, number, code, when):
     process = stack.start("demo")
     if when == "streaming":
         shown = ""
-        while "The/A" not in shown:  # by characters: the line isn't complete
+        while "The[A]" not in shown:  # by characters: the line isn't complete
             shown += process.stdout.read(1) or pytest.fail(f"the demo ended: {process.stderr.read()}")
     else:
         stack.wait_recorded(4)
