@@ -88,8 +88,8 @@ class Verifier:
 
 def _supports(encoded: Sequence[bytes], vocabulary_size: int) -> list[IdArray]:
     """Decodes and checks the supports of a block; raises ItemFault INVALID_ARGUMENT."""
-    size = len(encoded[0]) if encoded else 0
-    if size % TOKEN_BYTES or any(len(data) != size for data in encoded):
+    sizes = {len(data) for data in encoded}
+    if len(sizes) != 1 or any(size % TOKEN_BYTES for size in sizes):
         return [_check(data, 1, vocabulary_size)[0] for data in encoded]
     return list(_check(b"".join(encoded), len(encoded), vocabulary_size))
 

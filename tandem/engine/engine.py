@@ -238,33 +238,35 @@ class Engine(Generic[JobT]):
         """One forward and what is made of it. Where that fails, each of its jobs is tried alone: one bad item, or a
         batch too large for the memory, is no reason to fail the others."""
         began = time.perf_counter()
-        try:
-            done = self._forward(batch)
-        except Exception as error:
-            self.stats.failed_forwards += 1
-            if len(batch.jobs) > 1:
-                logger.warning("a forward of %d jobs failed; trying each alone", len(batch.jobs), exc_info=True)
-                for job, feed in zip(batch.jobs, batch.feeds, strict=True):
-                    self._run(Batch([job], [feed]))
-                return
-            self._fail_running(batch.jobs[0], error)
-            self._lm.self_test()  # a device that is beyond repair ends the thread here
+        done, error = self._forward(batch)
+        if error is None:
+            for job in done:
+                self._finish(job)
+            self._count(batch, time.perf_counter() - began)
             return
-        for job in done:
-            self._finish(job)
-        self._count(batch, time.perf_counter() - began)
+        self.stats.failed_forwards += 1
+        if len(batch.jobs) > 1:
+            logger.warning("a forward of %d jobs failed; trying each alone", len(batch.jobs), exc_info=error)
+            for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+                self._run(Batch([job], [feed]))
+            return
+        self._fail_running(batch.jobs[0], error)
+        self._lm.self_test()  # a device that is beyond repair ends the thread here
 
-    def _forward(self, batch: Batch[JobT]) -> list[JobT]:
-        """Runs the feeds and hands their logits to the method; returns the jobs that are done."""
-        logits = self._lm.forward(batch.feeds)
+    def _forward(self, batch: Batch[JobT]) -> tuple[list[JobT], Exception | None]:
+        """Runs the feeds and hands their logits to the method; returns the jobs that are done, or what went wrong."""
         ready: list[JobT] = []
-        for job, feed in zip(batch.jobs, batch.feeds, strict=True):
-            job.session.cached_length = feed.start + feed.token_ids.size
-            if feed.rows:
-                ready.append(job)
-        if ready:
-            self._method.consume(ready, logits)
-        return [job for job in ready if job.result is not None]
+        try:
+            logits = self._lm.forward(batch.feeds)
+            for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+                job.session.cached_length = feed.start + feed.token_ids.size
+                if feed.rows:
+                    ready.append(job)
+            if ready:
+                self._method.consume(ready, logits)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises; logged and answered
+            return [], error
+        return [job for job in ready if job.result is not None], None
 
     def _finish(self, job: JobT) -> None:
         session = job.session

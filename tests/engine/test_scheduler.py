@@ -1,0 +1,106 @@
+"""What runs in a step: short feeds together, at most one chunk of prefill beside them, everybody in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tandem.engine.job import Job
+from tandem.engine.scheduler import Batch, Scheduler, StepLimits
+from tandem.engine.session import Session
+from tests.engine.models import random_ids
+
+
+def job(slot: int, pending: int, rows: int = 1, cached: int = 0) -> Job:
+    made = Job(0, rows - 1, rows)
+    made.session = Session(f"request-{slot}")
+    made.session.slot = slot
+    made.session.tokens.extend(random_ids(slot, cached + pending))
+    made.session.cached_length = cached
+    return made
+
+
+def run(batch: Batch[Job]) -> None:
+    for each, feed in zip(batch.jobs, batch.feeds, strict=True):
+        assert feed.start == each.session.cached_length
+        each.session.cached_length += feed.token_ids.size
+
+
+def schedule(jobs: list[Job], **limits: int) -> Scheduler[Job]:
+    scheduler: Scheduler[Job] = Scheduler(StepLimits(**limits))
+    for each in jobs:
+        scheduler.add(each)
+    return scheduler
+
+
+def test_nothing_to_do_is_no_forward() -> None:
+    assert schedule([]).plan() == []
+
+
+def test_short_feeds_share_a_forward_in_order_of_slots() -> None:
+    jobs = [job(2, 6, rows=6), job(0, 1), job(1, 17, rows=3)]
+    [batch] = schedule(jobs, short_feed=17).plan()
+    assert [feed.slot for feed in batch.feeds] == [0, 1, 2]
+    assert [feed.token_ids.size for feed in batch.feeds] == [1, 17, 6]
+    assert [feed.rows for feed in batch.feeds] == [1, 3, 6]
+
+
+def test_a_verification_is_never_padded_to_a_prefill() -> None:
+    short, long = schedule([job(0, 6, rows=6), job(1, 500)], short_feed=17, prefill_chunk=100).plan()
+    assert [feed.slot for feed in short.feeds] == [0]
+    assert [feed.slot for feed in long.feeds] == [1]
+    assert long.feeds[0].token_ids.size == 100
+    assert long.feeds[0].rows == 0
+
+
+@pytest.mark.parametrize("pending", [18, 99, 100, 101, 103, 117, 200, 205, 1000])
+def test_chunks_cover_the_prefill_and_leave_all_rows_to_the_last(pending: int) -> None:
+    one = job(0, pending, rows=17, cached=5)
+    scheduler = schedule([one], short_feed=17, prefill_chunk=100)
+    sizes = []
+    while one.pending:
+        [batch] = scheduler.plan()
+        [feed] = batch.feeds
+        run(batch)
+        sizes.append(feed.token_ids.size)
+        assert feed.rows == (0 if one.pending else 17)
+    assert sum(sizes) == pending
+    assert max(sizes) <= 100
+    assert len(sizes) <= pending // 100 + 2
+
+
+def test_short_prefills_share_a_forward_within_the_budget() -> None:
+    [batch] = schedule([job(slot, 30) for slot in range(5)], short_feed=17, prefill_chunk=100).plan()
+    assert len(batch.feeds) == 3
+
+
+def test_prefills_take_turns() -> None:
+    jobs = [job(slot, 1000) for slot in range(3)]
+    scheduler = schedule(jobs, short_feed=17, prefill_chunk=100)
+    served: Counter[int] = Counter()
+    for step in range(1, 13):
+        [batch] = scheduler.plan()
+        run(batch)
+        served.update(feed.slot for feed in batch.feeds)
+        assert max(served.values()) - min(served[slot] for slot in range(3)) <= 1, step
+
+
+def test_more_short_feeds_than_the_budget_take_turns() -> None:
+    scheduler = schedule([job(slot, 10, rows=10) for slot in range(10)], short_feed=17, decode_tokens=40)
+    served: Counter[int] = Counter()
+    for _ in range(5):
+        [batch] = scheduler.plan()
+        served.update(feed.slot for feed in batch.feeds)  # not run: each stays as it is
+    assert set(served.values()) == {2}
+    assert len(served) == 10
+
+
+def test_a_removed_job_is_not_planned() -> None:
+    jobs = [job(0, 1), job(1, 1)]
+    scheduler = schedule(jobs)
+    scheduler.remove(jobs[0])
+    scheduler.remove(jobs[0])
+    [batch] = scheduler.plan()
+    assert batch.jobs == [jobs[1]]
+    assert len(scheduler) == 1
