@@ -31,10 +31,13 @@ class Lane(IntEnum):
     RESIDUAL = 3
 
 
+_LANES = len(Lane)
+
+
 def uniforms(seed: int, position: int, count: int = 1) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for `count` consecutive token positions, shape [count, lanes]; index columns with `Lane`."""
-    words = _philox(seed, _lanes_counter(position)).random_raw(count * len(Lane))
-    return _unit(words).reshape(count, len(Lane))
+    words = _philox(seed, _lanes_counter(position)).random_raw(count * _LANES)
+    return _unit(words).reshape(count, _LANES)
 
 
 def lane_uniforms(seeds: Sequence[int], positions: Sequence[int], lane: Lane) -> NDArray[np.float64]:
@@ -48,7 +51,7 @@ def lane_uniforms(seeds: Sequence[int], positions: Sequence[int], lane: Lane) ->
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         if last != (seed, position - 1):
             _move(generator, seed, _lanes_counter(position))
-        words[row] = generator.random_raw(len(Lane))[lane]
+        words[row] = generator.random_raw(_LANES)[lane]
         last = (seed, position)
     return _unit(words)
 
@@ -108,8 +111,8 @@ def _move(generator: np.random.Philox, seed: int, counter: list[int]) -> None:
     generator.state = {
         "bit_generator": "Philox",
         "state": {"counter": np.array(counter, dtype=np.uint64), "key": _key(seed)},
-        "buffer": np.zeros(len(Lane), dtype=np.uint64),
-        "buffer_pos": len(Lane),  # nothing is buffered
+        "buffer": np.zeros(_LANES, dtype=np.uint64),
+        "buffer_pos": _LANES,  # nothing is buffered
         "has_uint32": 0,
         "uinteger": 0,
     }

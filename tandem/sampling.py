@@ -254,9 +254,11 @@ def _pad_supports(supports: Sequence[IdArray], vocabulary_size: int) -> NDArray[
     width = max((ids.size for ids in supports), default=0)
     padded = np.full((len(supports), width), vocabulary_size, dtype=np.int64)
     for row, ids in enumerate(supports):
-        if ids.size and int(ids.max()) >= vocabulary_size:
-            raise ValueError(f"row {row}: the support holds an id outside of the vocabulary")
         padded[row, : ids.size] = ids
+    paddings = (padded >= vocabulary_size).sum(axis=-1)
+    for row, ids in enumerate(supports):
+        if paddings[row] > width - ids.size:
+            raise ValueError(f"row {row}: the support holds an id outside of the vocabulary")
     return padded
 
 
