@@ -53,6 +53,16 @@ def redis_server(redis_kind: ServerKind, _shared_server: RedisServer) -> Iterato
     _shared_server.command("FLUSHALL")
 
 
+@pytest.fixture(scope="session")
+def one_redis_server() -> Iterator[RedisServer]:
+    """A running server of the first kind, for tests that are not about the server."""
+    with tempfile.TemporaryDirectory() as directory:
+        server = kinds()[0].create(Path(directory))
+        server.start()
+        yield server
+        server.close()
+
+
 @pytest.fixture
 def make_redis_server(redis_kind: ServerKind, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     """Starts servers of one's own, to be stopped, killed and paused at will; takes configuration directives."""

@@ -44,6 +44,11 @@ class RedisServer(ABC):
         """The address for clients."""
         return f"redis://{self.host}:{self.port}"
 
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """Where other servers of the same kind reach this one."""
+        return self.host, self.port
+
     def client(self, timeout: float = 5.0) -> redis.Redis:
         """A client that never repeats anything; a context manager."""
         return redis.Redis(host=self.host, port=self.port, socket_timeout=timeout, retry=Retry(NoBackoff(), 0))
@@ -172,6 +177,13 @@ class ContainerServer(RedisServer):
             self.host = self._container.get_container_host_ip()
         if wait:
             self.wait_until_ready()
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        container = self._wrapped()
+        container.reload()
+        networks = container.attrs["NetworkSettings"]["Networks"].values()
+        return next(network["IPAddress"] for network in networks), 6379
 
     def stop(self) -> None:
         self._wrapped().stop()

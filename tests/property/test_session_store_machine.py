@@ -1,0 +1,415 @@
+"""The store's protocol as a state machine: two orchestrators, the real scripts on a real server, a model in Python.
+
+Replies get lost, callers repeat themselves, owners act on what they believed before they were replaced, keys vanish,
+scripts are flushed. After every step the server has to hold exactly what the model holds, and every call has to end as
+the model says. The machine is worth something only if it finds faults: below are scripts with one each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+from redis.asyncio.connection import AbstractConnection
+
+from orchestrator import redis_scripts
+from orchestrator.redis_scripts import Patience, Script, ScriptPipeline
+from orchestrator.session_store import (
+    AlreadyExists,
+    EpochConflict,
+    FencedOff,
+    Ownership,
+    SessionStore,
+    Snapshot,
+    StateLost,
+    StoreConfig,
+    StoreCounters,
+    StoreScripts,
+    _pool,
+)
+from tandem import wire
+from tests.support.redis_servers import RedisServer
+
+pytest_plugins = ("tests.support.redis_fixtures",)
+
+OWNERS = ("A", "B")
+REQUEST_IDS = ("r0", "r1")
+RUNNING_TTL, FINISHED_TTL, AGED_TTL = 900, 300, 60
+
+
+class LossyPipeline(ScriptPipeline):
+    """Loses the replies of one exchange when told to: the server has done the work, the caller doesn't know."""
+
+    lose_next = False
+
+    async def _exchange(self, connection: AbstractConnection, calls: list[Any]) -> None:
+        if not self.lose_next:
+            await super()._exchange(connection, calls)
+            return
+        self.lose_next = False
+        loop = asyncio.get_running_loop()
+        ghosts = [redis_scripts._Call(call.script, call.packed, loop.create_future(), False) for call in calls]
+        await super()._exchange(connection, ghosts)
+        for ghost in ghosts:
+            ghost.reply.exception()  # seen, as far as the event loop is concerned
+        raise redis.ConnectionError("the reply is lost")
+
+
+@dataclass
+class Session:
+    """What the model believes the server holds under one id."""
+
+    owner: str
+    tokens: list[int]
+    prompt_length: int
+    fence: int = 1
+    epoch: int = 0
+    ttl: int = RUNNING_TTL
+    finish: bytes | None = None
+    tokens_gone: bool = False
+
+    @property
+    def damaged(self) -> bool:
+        return self.tokens_gone and bool(self.tokens)
+
+
+@dataclass(eq=False)
+class Holder:
+    """An ownership, and where its holder believes the session to be."""
+
+    owner: str
+    ownership: Ownership
+    session: Session
+    epoch: int
+    length: int
+    last_commit: tuple[int, int, list[int]] | None = field(default=None)
+
+    @property
+    def request_id(self) -> str:
+        return self.ownership.request_id
+
+
+tokens_strategy = st.lists(st.integers(0, 5), min_size=1, max_size=3)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Runs the steps against server and model."""
+
+    holders: Bundle[Holder] = Bundle("holders")
+
+    def __init__(self, server: RedisServer, scripts: StoreScripts, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.loop = loop
+        self.raw = server.client()
+        self.raw.flushall()
+        self.pipelines: dict[str, LossyPipeline] = {}
+        self.stores: dict[str, SessionStore] = {}
+        config = StoreConfig(url=server.url, running_ttl=RUNNING_TTL, finished_ttl=FINISHED_TTL)
+        for owner in OWNERS:
+            counters = StoreCounters()
+            self.pipelines[owner] = LossyPipeline(_pool(config), Patience(5.0, 5, 5.0), counters.retried)
+            self.stores[owner] = SessionStore(self.pipelines[owner], config, counters, scripts)
+        self.sessions: dict[str, Session] = {}
+        self.owned_by: dict[str, Ownership] = {}
+        self.orphans: set[str] = set()
+
+    def teardown(self) -> None:
+        for store in self.stores.values():
+            self.loop.run_until_complete(store.close())
+        self.raw.close()
+
+    def act(self, owner: str, lose_reply: bool, call: Callable[[SessionStore], Coroutine[Any, Any, Any]]) -> Any:
+        """The outcome of a call, a StoreError as a value."""
+        self.pipelines[owner].lose_next = lose_reply
+        try:
+            return self.loop.run_until_complete(call(self.stores[owner]))
+        except (AlreadyExists, EpochConflict, FencedOff, StateLost) as refusal:
+            return refusal
+
+    # Steps.
+
+    @rule(
+        target=holders,
+        owner=st.sampled_from(OWNERS),
+        request_id=st.sampled_from(REQUEST_IDS),
+        prompt=st.lists(st.integers(0, 5), max_size=3),
+        lose_reply=st.booleans(),
+    )
+    def create(self, owner: str, request_id: str, prompt: list[int], lose_reply: bool) -> Any:
+        encoded = wire.encode_ids(prompt)
+        outcome = self.act(
+            owner, lose_reply, lambda store: store.create(request_id, b"print", b"request", encoded, owner)
+        )
+        if request_id in self.sessions:
+            assert isinstance(outcome, AlreadyExists), outcome
+            return multiple()
+        assert isinstance(outcome, Ownership), outcome
+        assert (outcome.fence, outcome.epoch, outcome.length) == (1, 0, len(prompt))
+        session = self.sessions[request_id] = Session(owner, list(prompt), len(prompt))
+        self.orphans.discard(request_id)
+        self.owned_by[request_id] = outcome
+        return Holder(owner, outcome, session, 0, len(prompt))
+
+    @rule(
+        holder=holders,
+        tokens=tokens_strategy,
+        epoch_off=st.sampled_from([0, 0, 0, 0, -1, 1]),
+        length_off=st.sampled_from([0, 0, 0, 0, -1, 1]),
+        lose_reply=st.booleans(),
+    )
+    def commit(self, holder: Holder, tokens: list[int], epoch_off: int, length_off: int, lose_reply: bool) -> None:
+        self.commit_at(holder, holder.epoch + epoch_off, max(0, holder.length + length_off), tokens, lose_reply)
+
+    @rule(holder=holders, change=st.sampled_from(["nothing", "a token", "the end"]), lose_reply=st.booleans())
+    def repeat_a_commit(self, holder: Holder, change: str, lose_reply: bool) -> None:
+        if holder.last_commit is not None:
+            epoch, length, tokens = holder.last_commit
+            if change == "a token":
+                tokens = [tokens[0] + 1, *tokens[1:]]
+            elif change == "the end":
+                tokens = [*tokens, 0]
+            self.commit_at(holder, epoch, length, tokens, lose_reply)
+
+    def commit_at(self, holder: Holder, epoch: int, length: int, tokens: list[int], lose_reply: bool) -> None:
+        encoded = wire.encode_ids(tokens)
+        outcome = self.act(
+            holder.owner, lose_reply, lambda store: store.commit(holder.ownership, epoch, length, encoded)
+        )
+        expected = self.expected_refusal(holder)
+        if expected is None:
+            session = self.sessions[holder.request_id]
+            if epoch == session.epoch and length == len(session.tokens) and session.finish is None:
+                session.tokens += tokens
+                session.epoch += 1
+                holder.last_commit = (epoch, length, tokens)
+                session.ttl = RUNNING_TTL
+            elif epoch + 1 == session.epoch and session.tokens[length:] == tokens and length >= session.prompt_length:
+                session.ttl = RUNNING_TTL if session.finish is None else session.ttl
+            else:
+                expected = EpochConflict
+            holder.epoch, holder.length = session.epoch, len(session.tokens)
+        self.check(outcome, expected)
+
+    @rule(
+        target=holders,
+        owner=st.sampled_from(OWNERS),
+        request_id=st.sampled_from(REQUEST_IDS),
+        lose_reply=st.booleans(),
+    )
+    def take_over(self, owner: str, request_id: str, lose_reply: bool) -> Any:
+        outcome = self.act(owner, lose_reply, lambda store: store.take_over(request_id, owner))
+        session = self.sessions.get(request_id)
+        if session is None or session.damaged:
+            assert isinstance(outcome, StateLost), outcome
+            return multiple()
+        if session.finish is None:
+            session.fence += 1
+            session.owner = owner
+            session.ttl = RUNNING_TTL
+        self.check_snapshot(outcome, session)
+        if session.finish is not None:
+            assert outcome.ownership is None
+            return multiple()
+        self.owned_by[request_id] = outcome.ownership
+        return Holder(owner, outcome.ownership, session, session.epoch, len(session.tokens))
+
+    @rule(
+        holder=holders,
+        result=st.sampled_from([b"", b"one", b"two"]),
+        epoch_off=st.sampled_from([0, 0, 0, -1, 1]),
+        lose_reply=st.booleans(),
+    )
+    def finish(self, holder: Holder, result: bytes, epoch_off: int, lose_reply: bool) -> None:
+        epoch = holder.epoch + epoch_off
+        outcome = self.act(holder.owner, lose_reply, lambda store: store.finish(holder.ownership, epoch, result))
+        expected = self.expected_refusal(holder)
+        if expected is None:
+            session = self.sessions[holder.request_id]
+            if epoch != session.epoch or session.finish not in (None, result):
+                expected = EpochConflict
+            elif session.finish is None:
+                session.finish = result
+                session.ttl = FINISHED_TTL
+        self.check(outcome, expected)
+
+    @rule(holder=holders, lose_reply=st.booleans())
+    def delete(self, holder: Holder, lose_reply: bool) -> None:
+        outcome = self.act(holder.owner, lose_reply, lambda store: store.delete(holder.ownership))
+        if holder.request_id in self.sessions and self.owned_by[holder.request_id] is not holder.ownership:
+            self.check(outcome, FencedOff)
+        else:
+            self.check(outcome, None)
+            self.sessions.pop(holder.request_id, None)
+
+    @rule(owner=st.sampled_from(OWNERS), request_id=st.sampled_from(REQUEST_IDS))
+    def read(self, owner: str, request_id: str) -> None:
+        outcome = self.act(owner, False, lambda store: store.read(request_id))
+        session = self.sessions.get(request_id)
+        if session is None:
+            assert outcome is None
+        elif session.damaged:
+            assert isinstance(outcome, StateLost), outcome
+        else:
+            self.check_snapshot(outcome, session)
+            assert outcome.ownership is None
+
+    # Misfortunes.
+
+    @rule(request_id=st.sampled_from(REQUEST_IDS), keys=st.sampled_from(["state", "tokens", "state and tokens"]))
+    def evict(self, request_id: str, keys: str) -> None:
+        if "tokens" in keys:
+            self.raw.delete(f"tandem:{{{request_id}}}:tokens")
+            self.orphans.discard(request_id)
+            if request_id in self.sessions:
+                self.sessions[request_id].tokens_gone = True
+        if "state" in keys:
+            self.raw.delete(f"tandem:{{{request_id}}}:state")
+            session = self.sessions.pop(request_id, None)
+            if session is not None and not session.tokens_gone:
+                self.orphans.add(request_id)
+
+    @rule(request_id=st.sampled_from(REQUEST_IDS))
+    def grow_old(self, request_id: str) -> None:
+        seconds, _ = self.raw.time()
+        for part in ("state", "tokens"):
+            self.raw.expireat(f"tandem:{{{request_id}}}:{part}", seconds + AGED_TTL)
+        if request_id in self.sessions:
+            self.sessions[request_id].ttl = AGED_TTL
+
+    @rule()
+    def flush_scripts(self) -> None:
+        self.raw.script_flush()
+
+    # Checks.
+
+    def expected_refusal(self, holder: Holder) -> type[Exception] | None:
+        session = self.sessions.get(holder.request_id)
+        if session is None:
+            return StateLost
+        if self.owned_by[holder.request_id] is not holder.ownership:
+            return FencedOff
+        return StateLost if session.damaged else None
+
+    def check(self, outcome: Any, expected: type[Exception] | None) -> None:
+        if expected is None:
+            assert outcome is None, f"{outcome!r} where a success was due"
+        else:
+            assert type(outcome) is expected, f"{outcome!r} where {expected.__name__} was due"
+
+    def check_snapshot(self, snapshot: Any, session: Session) -> None:
+        assert isinstance(snapshot, Snapshot), snapshot
+        assert snapshot.tokens == wire.encode_ids(session.tokens)
+        assert (snapshot.fence, snapshot.epoch, snapshot.length) == (session.fence, session.epoch, len(session.tokens))
+        assert (snapshot.prompt_length, snapshot.finish) == (session.prompt_length, session.finish)
+        assert (snapshot.owner, snapshot.config, snapshot.request_fingerprint) == (session.owner, b"request", b"print")
+
+    @invariant()
+    def the_server_holds_what_the_model_holds(self) -> None:
+        for request_id in REQUEST_IDS:
+            state, tokens = f"tandem:{{{request_id}}}:state", f"tandem:{{{request_id}}}:tokens"
+            with self.raw.pipeline(transaction=False) as pipeline:
+                pipeline.hgetall(state).get(tokens).pttl(state).pexpiretime(state).pexpiretime(tokens)
+                stored, encoded, ttl, *expiries = pipeline.execute()
+            session = self.sessions.get(request_id)
+            if session is None:
+                assert not stored
+                assert encoded is None or request_id in self.orphans
+                continue
+            assert int(stored[b"fence"]) == session.fence
+            assert int(stored[b"epoch"]) == session.epoch
+            assert int(stored[b"length"]) == len(session.tokens)
+            assert stored[b"claim"] == self.owned_by[request_id].claim
+            assert stored[b"status"] == (b"running" if session.finish is None else b"finished")
+            assert stored.get(b"finish") == session.finish
+            if not session.tokens_gone:
+                assert encoded == wire.encode_ids(session.tokens)
+                # Redis 7.0 counts each PEXPIRE of a script from its own instant.
+                assert abs(expiries[0] - expiries[1]) < 5_000
+            assert session.ttl * 1000 - 30_000 < ttl <= session.ttl * 1000
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
+    # The pause before a repetition is for real servers; here the reply is lost on purpose.
+    monkeypatch.setattr(redis_scripts, "_FIRST_BACKOFF", 0.0)
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def run(
+    server: RedisServer, loop: asyncio.AbstractEventLoop, scripts: StoreScripts, examples: int, phases: list[Phase]
+) -> None:
+    run_state_machine_as_test(
+        lambda: StoreMachine(server, scripts, loop),  # type: ignore[arg-type]
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_scripts_do_what_the_model_does(redis_server: RedisServer, loop: asyncio.AbstractEventLoop) -> None:
+    run(redis_server, loop, StoreScripts.load(), 100, [Phase.generate, Phase.shrink])
+
+
+FAULTS = {
+    "commit without a fence": ("commit", "if fence ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then", "if false then"),
+    "commit that trusts the fence number": ("commit", " or claim ~= ARGV[2]", ""),
+    "commit without the epoch": ("commit", "elseif epoch ~= base_epoch or ", "elseif "),
+    "commit without the length": ("commit", " or length ~= base_length", ""),
+    "commit to a finished session": ("commit", " or status ~= 'running'", ""),
+    "commit that does not know itself": ("commit", "if epoch == base_epoch + 1 and", "if false and"),
+    "commit that knows itself by number": ("commit", " == ARGV[5] then", " then"),
+    "commit that fills a hole with zeros": ("commit", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
+    "commit that keeps the epoch": ("commit", "'epoch', base_epoch + 1", "'epoch', base_epoch"),
+    "commit at the wrong place": ("commit", "'SETRANGE', KEYS[2], base_length * 4", "'SETRANGE', KEYS[2], base_length"),
+    "commit that lets the state expire": ("commit", "'PEXPIRE', KEYS[1], ARGV[6]", "'PTTL', KEYS[1]"),
+    "commit that lets the tokens expire": ("commit", "'PEXPIRE', KEYS[2], ARGV[6]", "'PTTL', KEYS[2]"),
+    "create over a session": ("create", "if fence then", "if false then"),
+    "create that does not know itself": ("create", "claim == ARGV[1] and", "false and"),
+    "take-over that keeps the fence": ("take_over", "'fence', 1)", "'fence', 0)"),
+    "take-over that counts a retry": ("take_over", " and claim ~= ARGV[1]", ""),
+    "take-over that keeps the claim": ("take_over", "'claim', ARGV[1], ", ""),
+    "take-over of a finished session": ("take_over", "status == 'running' and ", ""),
+    "finish without a fence": ("finish", "if fence ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then", "if false then"),
+    "finish without the epoch": ("finish", "if epoch ~= tonumber(ARGV[3])", "if false"),
+    "finish that overwrites a result": ("finish", "if status ~= 'running'", "if false"),
+    "delete without a fence": (
+        "delete",
+        "if tonumber(fence) ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then",
+        "if false then",
+    ),
+    "delete that forgets the tokens": ("delete", "'UNLINK', KEYS[1], KEYS[2]", "'UNLINK', KEYS[1]"),
+    "read of damaged tokens": ("read", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(one_redis_server: RedisServer, loop: asyncio.AbstractEventLoop, fault: str) -> None:
+    script, right, wrong = FAULTS[fault]
+    scripts = StoreScripts.load()
+    body = getattr(scripts, script).body.decode()
+    assert body.count(right) == 1, "the fault no longer fits the script"
+    faulty = replace(scripts, **{script: Script.of(body.replace(right, wrong).encode())})
+    with pytest.raises(AssertionError):
+        run(one_redis_server, loop, faulty, 1_000, [Phase.generate])
