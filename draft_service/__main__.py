@@ -10,7 +10,7 @@ from collections.abc import Callable
 from draft_service import servicer
 from draft_service.config import DraftConfig
 from tandem import config, grpc_server, telemetry
-from tandem.engine.worker import Loaded, WorkerSpec, serve
+from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
 
 
 def main() -> int:
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

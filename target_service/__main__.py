@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from tandem import config, grpc_server, telemetry
-from tandem.engine.worker import Loaded, WorkerSpec, serve
+from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
 from target_service import servicer
 from target_service.config import TargetConfig
 
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

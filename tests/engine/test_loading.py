@@ -1,0 +1,101 @@
+"""Loading: what is refused, and what is said of the model that is served."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tandem import model_info
+from tandem.engine.loading import ModelError, ModelOptions, load
+from tests.engine.models import random_model
+from tests.support.services import MODELS
+
+TINY = MODELS / "tiny-target"
+
+
+def copied(folder: Path) -> Path:
+    return Path(shutil.copytree(TINY, folder / "model"))
+
+
+def refused(model: Path | str, **options: object) -> str:
+    with pytest.raises(ModelError) as raised:
+        load(ModelOptions(str(model), **options))  # type: ignore[arg-type]
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_said_of_the_model() -> None:
+    served = load(ModelOptions(str(TINY), slots=4, threads=1))
+    assert served.vocabulary_size == served.padded_vocabulary_size == 512
+    assert (served.context_length, served.slots) == (1024, 4)
+    assert served.end_token_ids == (0,)
+    assert (served.dtype, served.device) == ("float32", "cpu")
+    strings = model_info.token_strings(AutoTokenizer.from_pretrained(TINY))
+    assert served.vocabulary_fingerprint == model_info.vocabulary_fingerprint(strings)
+
+
+def test_the_context_is_what_the_memory_holds() -> None:
+    served = load(ModelOptions(str(TINY), slots=4, kv_memory_bytes=1 << 20))
+    memory = served.lm.cache.memory_bytes
+    assert served.context_length < 1024
+    assert 0.95 * (1 << 20) < memory <= 1 << 20
+    assert "holds no token" in refused(TINY, slots=4, kv_memory_bytes=100)
+
+
+def test_other_dtypes_run() -> None:
+    for dtype in ("bfloat16", "float16"):
+        assert load(ModelOptions(str(TINY), slots=2, dtype=dtype)).dtype == dtype
+
+
+def test_a_head_with_more_rows_than_tokens(tmp_path: Path) -> None:
+    """Padding of the embedding is no vocabulary; a head that is too short cuts the vocabulary."""
+    for rows in (576, 400):
+        model = random_model("llama", vocab_size=rows)
+        folder = tmp_path / str(rows)
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TINY / name, folder)
+        served = load(ModelOptions(str(folder), slots=2))
+        assert (served.vocabulary_size, served.padded_vocabulary_size) == (min(rows, 512), rows)
+
+
+def test_a_missing_folder() -> None:
+    message = refused("models/no-such-model")
+    assert message.startswith("can't load model 'models/no-such-model' (no local folder of that name")
+
+
+def test_a_corrupt_file(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"can't load model '{folder}' (folder)" in refused(folder)
+
+
+def test_weights_that_are_not_safetensors_are_not_read(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "safetensors" in refused(folder)
+
+
+def test_a_context_beyond_the_models() -> None:
+    assert "context length 5000 is beyond the 1024 tokens" in refused(TINY, context_length=5000)
+
+
+def test_a_device_that_is_not_there() -> None:
+    assert "device 'cuda:77' can't be used" in refused(TINY, device="cuda:77")
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    config = folder / "config.json"
+    config.write_text(
+        config.read_text()
+        .replace('"model_type": "llama"', '"model_type": "own"')
+        .replace("{", '{"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},', 1)
+    )
+    (folder / "own.py").write_text("raise SystemExit('code was run')")
+    assert "trust_remote_code" in refused(folder)
