@@ -33,8 +33,13 @@ def free_port() -> int:
 class ServiceProcess:
     """One service: started, waited for, killed, started again under the same address."""
 
-    def __init__(self, module: str, address: str, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, module: str, address: str, environment: Mapping[str, str], log: Path, fault: str | None = None
+    ) -> None:
         self.module = module
+        self._command = [sys.executable, "-m", module]
+        if fault is not None:
+            self._command[2:] = ["tests.support.faulty_service", module, fault]
         self.address = address
         self.log = log
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
@@ -44,7 +49,7 @@ class ServiceProcess:
         """Starts the process without waiting for it."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module],
+                self._command,
                 env=self._environment,
                 cwd=REPOSITORY,
                 stdout=output,
@@ -113,17 +118,23 @@ class Stack:
 
 @contextlib.contextmanager
 def running_stack(
-    folder: Path, target_model: Path, draft_model: Path, environment: Mapping[str, str] | None = None
+    folder: Path,
+    target_model: Path,
+    draft_model: Path,
+    environment: Mapping[str, str] | None = None,
+    faults: Mapping[str, str] | None = None,
 ) -> Iterator[Stack]:
-    """Starts store, draft, target and orchestrator; stops them all at the end. Logs are in `folder`."""
+    """Starts store, draft, target and orchestrator; stops them all at the end. Logs are in `folder`. `faults` names a
+    fault to plant, by the module of the service."""
+    faults = faults or {}
     extra = {"TANDEM_DRAFT_THREADS": "1", "TANDEM_TARGET_THREADS": "1", **(environment or {})}
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("draft", "target", "orchestrator")}
     with ValkeyServer(data_dir=folder / "valkey", port=free_port()) as store:
         redis_url = f"redis://127.0.0.1:{store.connection_kwargs['port']}/0"
         stack = Stack(
             redis_url,
-            draft=_worker("draft", addresses["draft"], draft_model, extra, folder),
-            target=_worker("target", addresses["target"], target_model, extra, folder),
+            draft=_worker("draft", addresses["draft"], draft_model, extra, folder, faults),
+            target=_worker("target", addresses["target"], target_model, extra, folder, faults),
             orchestrator=ServiceProcess(
                 "orchestrator",
                 addresses["orchestrator"],
@@ -136,6 +147,7 @@ def running_stack(
                     **extra,
                 },
                 folder / "orchestrator.log",
+                faults.get("orchestrator"),
             ),
         )
         services = (stack.draft, stack.target, stack.orchestrator)
@@ -150,6 +162,9 @@ def running_stack(
                 service.stop()
 
 
-def _worker(role: str, address: str, model: Path, extra: Mapping[str, str], folder: Path) -> ServiceProcess:
+def _worker(
+    role: str, address: str, model: Path, extra: Mapping[str, str], folder: Path, faults: Mapping[str, str]
+) -> ServiceProcess:
     environment = {f"TANDEM_{role.upper()}_LISTEN": address, f"TANDEM_{role.upper()}_MODEL": str(model), **extra}
-    return ServiceProcess(f"{role}_service", address, environment, folder / f"{role}.log")
+    module = f"{role}_service"
+    return ServiceProcess(module, address, environment, folder / f"{role}.log", faults.get(module))

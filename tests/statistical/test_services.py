@@ -1,0 +1,235 @@
+"""The law of whole token sequences through the real services and the real wire is the target's own.
+
+Rosenblatt's transform: where x ~ p(. | context), F(x-1) + V p(x) is uniform if V is, independently at each position. So
+every token of every sequence is tested against the target's law given exactly what precedes it, which is computed from
+the model's logits with transformers' own warpers and none of our code. Within each context the tokens are ordered by
+q/p, so that whatever leaks from the draft into the output gathers at one end.
+
+Planted faults must be rejected by the very same test, so it is known to see what it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
+from tests.support.generation import gather, request
+from tests.support.reference import Reference
+from tests.support.services import MODELS, running_stack
+
+ALPHA = 1e-3
+"""Of each p-value; the seeds are fixed, so what passes once passes always, up to float32 rounding of the machine."""
+FAULT_ALPHA = 1e-9
+PROMPT = [3, 4, 5]
+TOKENS = 32
+REQUESTS = 3_200
+"""Times 32: 102,400 tokens for each setting and gamma."""
+FAULT_REQUESTS = 1_000
+CONCURRENCY = 64
+BINS = 50
+PAIR_BINS = 10
+
+Sequences = NDArray[np.int64]
+Uniforms = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def fields(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+    def warpers(self) -> LogitsProcessorList:
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
+
+
+SETTINGS = {
+    "plain": Setting(1.0),
+    "cool-top-k": Setting(0.7, top_k=6),
+    "top-p": Setting(1.0, top_p=0.8),
+    "hot-min-p": Setting(1.4, top_k=12, top_p=0.95, min_p=0.05),
+}
+
+
+class Laws:
+    """p and q of the pair after any context."""
+
+    def __init__(self) -> None:
+        self._target = Reference(MODELS / "stat-target").model
+        self._draft = Reference(MODELS / "stat-draft").model
+
+    @torch.inference_mode()
+    def uniforms(self, sequences: Sequences, setting: Setting) -> Uniforms:
+        """Rosenblatt's transform of each token, shape of `sequences` [requests, tokens]. NaN marks a token without
+        mass."""
+        contexts = torch.cat([torch.tensor([PROMPT]).expand(len(sequences), -1), torch.from_numpy(sequences)], dim=1)
+        ids = contexts[:, len(PROMPT) :]
+        p = self._law(self._target, contexts, setting)
+        q = self._law(self._draft, contexts, setting)
+        before = torch.where(p > 0, q / p, torch.inf)
+        order = torch.argsort(before, dim=-1, descending=True, stable=True)
+        cumulative = torch.cumsum(p.gather(-1, order), dim=-1)
+        place = (order == ids[..., None]).int().argmax(dim=-1, keepdim=True)
+        mass = p.gather(-1, ids[..., None])[..., 0].numpy()
+        low = cumulative.gather(-1, place)[..., 0].numpy() - mass
+        spread = np.random.default_rng(20260101).random(low.shape)
+        return np.where(mass > 0, low + spread * mass, np.nan)
+
+    def _law(self, model: torch.nn.Module, contexts: torch.Tensor, setting: Setting) -> torch.Tensor:
+        logits = model(contexts).logits[:, len(PROMPT) - 1 : -1].float()
+        rows = logits.reshape(-1, logits.shape[-1])
+        warped = setting.warpers()(torch.zeros(len(rows), 1, dtype=torch.long), rows)
+        return torch.softmax(warped.double(), -1).reshape(logits.shape)
+
+
+def p_values(uniforms: Uniforms) -> dict[str, float]:
+    """Chi-square of the uniforms themselves, of neighbours as pairs, and of the first tokens alone."""
+    if np.isnan(uniforms).any():
+        return {"a token without mass in p": 0.0}
+    single = np.histogram(uniforms, BINS, (0, 1))[0]
+    pairs = np.histogram2d(uniforms[:, :-1].ravel(), uniforms[:, 1:].ravel(), PAIR_BINS, ((0, 1), (0, 1)))[0]
+    first = np.histogram2d(uniforms[:, 0], uniforms[:, 1], PAIR_BINS, ((0, 1), (0, 1)))[0]
+    return {
+        "tokens": float(stats.chisquare(single).pvalue),
+        "neighbours": float(stats.chisquare(pairs.ravel()).pvalue),
+        "first two": float(stats.chisquare(first.ravel()).pvalue),
+    }
+
+
+def sample(address: str, setting: Setting, gamma: int, requests: int, method: int = 0) -> Sequences:
+    """The completions of seeds 0, 1, 2, …, shape [requests, TOKENS]."""
+
+    async def one(stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub, seed: int) -> list[int]:
+        fields = {"max_tokens": TOKENS, "seed": seed, "ignore_eos": True, **setting.fields()}
+        call = stub.Generate(request(PROMPT, num_speculative_tokens=gamma, acceptance_method=method, **fields))
+        result = gather([response async for response in call])
+        assert result.speculation.degraded_rounds == 0
+        return result.ids
+
+    async def run() -> Sequences:
+        sequences = np.zeros((requests, TOKENS), dtype=np.int64)
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+            seeds = iter(range(requests))
+
+            async def caller() -> None:
+                for seed in seeds:
+                    sequences[seed] = await one(stub, seed)
+
+            await asyncio.gather(*(caller() for _ in range(CONCURRENCY)))
+        return sequences
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def laws() -> Laws:
+    return Laws()
+
+
+@contextlib.contextmanager
+def stat_stack(folder: Path, faults: dict[str, str] | None = None, **options: str) -> Iterator[str]:
+    """The pair for statistics, with room for all callers at once."""
+    environment = {
+        "TANDEM_MAX_RUNNING_REQUESTS": str(CONCURRENCY),
+        "TANDEM_DRAFT_SLOTS": str(CONCURRENCY),
+        "TANDEM_TARGET_SLOTS": str(CONCURRENCY),
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
+        "TANDEM_LOG_LEVEL": "WARNING",
+        **options,
+    }
+    with running_stack(folder, MODELS / "stat-target", MODELS / "stat-draft", environment, faults) as stack:
+        yield stack.orchestrator.address
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with stat_stack(tmp_path_factory.mktemp("stat")) as found:
+        yield found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_law_is_the_targets(address: str, laws: Laws, name: str, gamma: int) -> None:
+    sequences = sample(address, SETTINGS[name], gamma, REQUESTS)
+    found = p_values(laws.uniforms(sequences, SETTINGS[name]))
+    assert min(found.values()) > ALPHA, found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", [sampling_pb2.ACCEPTANCE_METHOD_REJECTION, sampling_pb2.ACCEPTANCE_METHOD_COUPLED])
+def test_the_law_is_the_targets_with_look_ahead(
+    tmp_path: Path, laws: Laws, method: sampling_pb2.AcceptanceMethod
+) -> None:
+    with stat_stack(tmp_path, TANDEM_LOOK_AHEAD="true", TANDEM_DRAFT_SUPPORT_SIZE="4") as address:
+        sequences = sample(address, SETTINGS["plain"], 3, REQUESTS, method)
+    found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
+    assert min(found.values()) > ALPHA, found
+
+
+@pytest.mark.timeout(600)
+def test_coupled_output_depends_on_the_seed_alone(address: str) -> None:
+    coupled = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
+    plain = sample(address, SETTINGS["cool-top-k"], 0, 200, coupled)
+    for gamma in (1, 2, 5, 8):
+        assert (sample(address, SETTINGS["cool-top-k"], gamma, 200, coupled) == plain).all(), gamma
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("orchestrator", "residual_from_p"),
+        ("orchestrator", "q_rounded_after_sampling"),
+        ("orchestrator", "next_row_after_rejection"),
+        ("target_service", "rollback_off_by_one"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, laws: Laws, module: str, fault: str) -> None:
+    with stat_stack(tmp_path, {module: fault}) as address:
+        sequences = sample(address, SETTINGS["plain"], 4, FAULT_REQUESTS)
+    found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
+    assert min(found.values()) < FAULT_ALPHA, found
+
+
+@pytest.mark.timeout(600)
+def test_the_distance_to_the_law_falls_with_the_root_of_the_sample(address: str, laws: Laws) -> None:
+    """Total variation of the histogram from the law: a bias, however small, would stop it from falling."""
+    setting = SETTINGS["plain"]
+    uniforms = laws.uniforms(sample(address, setting, 4, REQUESTS), setting).ravel()
+    for size in (1_000, 10_000, 100_000):
+        shares = np.histogram(uniforms[:size], BINS, (0, 1))[0] / size
+        distance = 0.5 * np.abs(shares - 1 / BINS).sum()
+        # Of a sample without bias it is near BINS/2 * sqrt(2/pi * (1 - 1/BINS) / (BINS * size)).
+        expected = BINS / 2 * np.sqrt(2 / np.pi * (1 - 1 / BINS) / (BINS * size))
+        assert 0.5 * expected < distance < 1.6 * expected, size

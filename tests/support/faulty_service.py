@@ -1,0 +1,94 @@
+"""Runs a service with a planted fault: `python -m tests.support.faulty_service MODULE FAULT`.
+
+The statistical tests must reject the output of each of these; a test that lets one through proves nothing.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+
+def residual_from_p() -> None:
+    """The recovered token is drawn from p instead of max(0, p - q)."""
+    from tandem import acceptance
+
+    def weights(p: Any, q: Any, outside_mass: float) -> Any:
+        return np.append(p.astype(np.float64), outside_mass)
+
+    acceptance.residual_weights = weights
+
+
+def q_rounded_after_sampling() -> None:
+    """The orchestrator sees q rounded to steps of 0.05, while the draft drew from the exact values."""
+    from orchestrator.drafting import Drafting
+
+    decoded = Drafting._decoded
+
+    def rounded(self: Drafting, token: Any) -> Any:
+        drafted = decoded(self, token)
+        return replace(drafted, q=np.maximum(np.round(drafted.q * 20) / 20, 0.05).astype(np.float32))
+
+    Drafting._decoded = rounded  # type: ignore[method-assign]
+
+
+def next_row_after_rejection() -> None:
+    """After a rejection the recovered token comes from the row after the rejected token."""
+    from orchestrator import decoder
+    from tandem import acceptance
+
+    def accept(block: Sequence[Any], rows: Sequence[Any], uniforms: Sequence[Any], look_ahead: Any = None) -> Any:
+        outcome = accept_rightly(block, rows, uniforms, look_ahead)
+        if outcome.accepted == len(block):
+            return outcome
+        rejected, row = block[outcome.accepted], rows[outcome.accepted + 1]
+        if row.p.size != rejected.q.size:
+            return outcome
+        wrong = acceptance._draw_residual(rejected, row, uniforms[outcome.accepted][1])
+        return replace(outcome, token_ids=[*outcome.token_ids[:-1], wrong])
+
+    accept_rightly = decoder.accept
+    decoder.accept = accept
+
+
+def rollback_off_by_one() -> None:
+    """After a rejection the target's cache keeps the rejected token's keys and values in place of the recovered one's."""
+    from tandem.engine.causal_lm import CausalLM
+
+    forward = CausalLM.forward
+    cached: dict[int, dict[int, int]] = {}
+
+    def stale(self: CausalLM, feeds: Sequence[Any]) -> Any:
+        return forward(self, [_stale_feed(cached.setdefault(feed.slot, {}), feed) for feed in feeds])
+
+    CausalLM.forward = stale  # type: ignore[method-assign]
+
+
+def _stale_feed(held: dict[int, int], feed: Any) -> Any:
+    ids = feed.token_ids.copy()
+    if feed.start and feed.start in held:
+        ids[0] = held[feed.start]
+    else:
+        held.clear()
+    for position in [position for position in held if position >= feed.start]:
+        del held[position]
+    held.update({feed.start + offset: int(token) for offset, token in enumerate(ids)})
+    return replace(feed, token_ids=ids)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (residual_from_p, q_rounded_after_sampling, next_row_after_rejection, rollback_off_by_one)
+}
+
+
+if __name__ == "__main__":
+    module, fault = sys.argv[1:3]
+    del sys.argv[1:3]
+    FAULTS[fault]()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
