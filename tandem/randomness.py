@@ -61,16 +61,22 @@ def gumbel_noise(seed: int, position: int, vocabulary_size: int) -> NDArray[np.f
 
     The noise of a token id doesn't depend on vocabulary_size, so that models of unequal padding agree.
     """
-    return _gumbel(_gumbel_words(seed, position, vocabulary_size))
+    return _gumbel(_philox(seed, _gumbel_counter(position)).random_raw(vocabulary_size))
 
 
-def gumbel_noise_at(seed: int, position: int, token_ids: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """`gumbel_noise` of some token ids, in their order; the logarithms, most of its cost, are taken for these alone."""
-    return _gumbel(_gumbel_words(seed, position, int(token_ids.max(initial=0)) + 1)[token_ids])
+def gumbel_noise_at(
+    seeds: Sequence[int], positions: Sequence[int], token_ids: NDArray[np.integer]
+) -> NDArray[np.float32]:
+    """The `gumbel_noise` of some token ids for each (seed, position), both of shape [n, k].
 
-
-def _gumbel_words(seed: int, position: int, count: int) -> NDArray[np.uint64]:
-    return _philox(seed, [0, position, _GUMBEL_STREAM, 0]).random_raw(count)
+    The logarithms, most of its cost, are taken for these ids alone.
+    """
+    words = np.empty(token_ids.shape, dtype=np.uint64)
+    generator = _philox(0, _gumbel_counter(0))
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        _move(generator, seed, _gumbel_counter(position))
+        words[row] = generator.random_raw(int(token_ids[row].max(initial=0)) + 1)[token_ids[row]]
+    return _gumbel(words)
 
 
 def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
@@ -96,6 +102,10 @@ def _unit(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 def _lanes_counter(position: int) -> list[int]:
     return [position, 0, _LANES_STREAM, 0]
+
+
+def _gumbel_counter(position: int) -> list[int]:
+    return [0, position, _GUMBEL_STREAM, 0]
 
 
 def _key(seed: int) -> NDArray[np.uint64]:

@@ -125,27 +125,16 @@ def draft_tokens(
         return []
     scores = _scores(logits, params, positions, vocabulary_size)
     batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
-    greedy = [row for row, each in enumerate(params) if each.temperature == 0.0]
-    sampled = [row for row, each in enumerate(params) if each.temperature != 0.0]
     size = min(support_size, vocabulary_size)
     # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight.
     packed = torch.full((len(params), 2, size), _NO_LOGIT, dtype=torch.float64, device=scores.device)
-    if greedy:
-        top = _take(scores, greedy)
-        winner = top.argmax(-1, keepdim=True)
-        packed[greedy, 0, :1] = winner.double()
-        best = top.gather(-1, winner).double()
-        packed[greedy, 1, :1] = best - best  # 0, or NaN
-    if sampled:
-        chosen = batch.take(sampled)
-        # With top_p the mass of all that top_k keeps must be known; otherwise the support is enough.
-        of_top_k = [
-            k + _TIE_SLACK for each, k in zip(chosen.params, chosen.top_k, strict=True) if each.top_p < 1.0 and k
-        ]
-        count = min(max([size, *of_top_k]), vocabulary_size)
-        candidates = _candidates(chosen.scaled(_take(scores, sampled)), chosen, count)
-        packed[sampled, 0] = candidates.ids[:, :size].double()
-        packed[sampled, 1] = candidates.scores[:, :size].double()
+    for propose, rows in (
+        (_propose_greedy, [row for row, each in enumerate(params) if each.temperature == 0.0]),
+        (_propose_sampled, [row for row, each in enumerate(params) if each.temperature != 0.0]),
+    ):
+        if rows:
+            proposal = propose(_take(scores, rows), batch.take(rows), size)
+            packed[torch.tensor(rows, device=scores.device), :, : proposal.shape[-1]] = proposal
     host: NDArray[np.float64] = packed.cpu().numpy()
     _check_finite(~np.isfinite(host[:, 1, 0]))
     return _draw_drafted(host[:, 0], host[:, 1], batch)
@@ -539,6 +528,22 @@ def _mark_incomplete(reading: Tensor, candidates: _Candidates) -> Tensor:
 # --- Drawing the draft's tokens --------------------------------------------------------------------------------------
 
 
+def _propose_greedy(scores: Tensor, _batch: _Batch, _size: int) -> Tensor:
+    """Ids and log-weights, [n, 2, 1] float64."""
+    winner = scores.argmax(-1, keepdim=True)
+    best = scores.gather(-1, winner)
+    return torch.stack((winner.double(), (best - best).double()), dim=1)  # 0, or NaN
+
+
+def _propose_sampled(scores: Tensor, batch: _Batch, size: int) -> Tensor:
+    """Ids and log-weights of the `size` best, [n, 2, size] float64."""
+    # With top_p the mass of all that top_k keeps must be known; otherwise the support is enough.
+    of_top_k = [k + _TIE_SLACK for each, k in zip(batch.params, batch.top_k, strict=True) if k and each.top_p < 1.0]
+    count = min(max([size, *of_top_k]), scores.shape[-1])
+    candidates = _candidates(batch.scaled(scores), batch, count)
+    return torch.stack((candidates.ids[:, :size].double(), candidates.scores[:, :size].double()), dim=1)
+
+
 def _draw_drafted(ids: NDArray[np.float64], log_weights: NDArray[np.float64], batch: _Batch) -> list[Drafted]:
     """Draft tokens from log-weights [R, k] in falling order, their largest 0."""
     weights = np.exp(log_weights, dtype=np.float32)
@@ -548,14 +553,20 @@ def _draw_drafted(ids: NDArray[np.float64], log_weights: NDArray[np.float64], ba
     totals = cumulative[:, -1:]
     targets = np.minimum(batch.uniform[:, None] * totals, np.nextafter(totals, 0.0))
     indices = (cumulative <= targets).sum(-1)
-    drafted = []
-    for row, (params, position) in enumerate(zip(batch.params, batch.positions, strict=True)):
-        support = ids[row, : sizes[row]].astype(np.uint32)
-        index, probs = int(indices[row]), q[row, : sizes[row]]
-        if params.coupled and support.size > 1:
-            # The target's noise, on the ids of this support: the same token wins here if it is among them.
-            noise = gumbel_noise_at(params.seed, position, support)
-            winner = int(np.argmax(log_weights[row, : support.size].astype(np.float32) + noise))
-            support, index, probs = support[winner : winner + 1], 0, np.ones(1, dtype=np.float32)
-        drafted.append(Drafted(int(support[index]), support, probs, index))
-    return drafted
+    supports = np.where(q > 0.0, ids, 0).astype(np.uint32)
+    coupled = [row for row, each in enumerate(batch.params) if each.coupled]
+    if coupled:
+        supports[coupled, 0] = _coupled_winners(supports[coupled], log_weights[coupled], batch.take(coupled))
+        q[coupled, 0], sizes[coupled], indices[coupled] = 1.0, 1, 0
+    return [
+        Drafted(int(support[index]), support[:size], probs[:size], int(index))
+        for support, probs, size, index in zip(supports, q, sizes, indices, strict=True)
+    ]
+
+
+def _coupled_winners(ids: NDArray[np.uint32], log_weights: NDArray[np.float64], batch: _Batch) -> NDArray[np.uint32]:
+    """The argmax of each row with the target's noise: its token is drafted wherever it is in the support."""
+    noise = gumbel_noise_at([each.seed for each in batch.params], batch.positions, ids)
+    indices = (log_weights.astype(np.float32) + noise).argmax(-1)
+    winners: NDArray[np.uint32] = ids[np.arange(len(ids)), indices]
+    return winners

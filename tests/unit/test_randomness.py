@@ -105,8 +105,13 @@ def test_gumbel_noise_does_not_depend_on_the_size() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 17, 64, 1000])
 def test_gumbel_noise_of_some_ids_is_that_of_all(count: int) -> None:
     """Bit for bit, or draft and target might disagree on a winner."""
-    ids = np.random.default_rng(count).choice(49_152, count, replace=False).astype(np.uint32)
-    assert (gumbel_noise_at(5, 6, ids) == gumbel_noise(5, 6, 49_152)[ids]).all()
+    rng = np.random.default_rng(count)
+    seeds, positions = [5, 5, 2**64 - 1], [6, 7, 6]
+    ids = np.stack([rng.choice(49_152, count, replace=False) for _ in seeds]).astype(np.uint32)
+    some = gumbel_noise_at(seeds, positions, ids)
+    assert some.shape == ids.shape
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        assert (some[row] == gumbel_noise(seed, position, 49_152)[ids[row]]).all()
 
 
 def test_gumbel_noise_is_gumbel() -> None:
