@@ -314,7 +314,8 @@ def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
         left = torch.where(keep, relative, _NO_LOGIT).softmax(-1).double()
         left = left / left[:, :1]
         before = left.cumsum(-1) - left
-        keep &= before < batch.columns[:, 2, None] * _mass_before_top_p(scaled, values, left, batch)
+        top_p = batch.columns[:, 2, None]
+        keep &= (before < top_p * _mass_before_top_p(scaled, values, left, batch)) | (top_p >= 1.0)
     if any(each.min_p > 0.0 for each in batch.params):
         keep &= relative >= batch.column(3).log()
     keep[:, 0] = True

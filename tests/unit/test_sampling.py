@@ -281,13 +281,14 @@ def mixed_batch() -> list[SamplingParams]:
     return [replace(each, seed=seed) for seed in range(5) for each in kinds]
 
 
+@pytest.mark.parametrize("spread", [1.0, 8.0])  # 8: most tokens weigh next to nothing
 @pytest.mark.parametrize("size", [100, 2600])
-def test_a_row_does_not_depend_on_its_neighbours(size: int) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(size: int, spread: float) -> None:
     batch = mixed_batch()
     order = np.random.default_rng(4).permutation(len(batch))
     params = [batch[i] for i in order]
     positions = [int(i) % 7 for i in order]
-    logits = logits_of_kind("plain", len(batch), size)
+    logits = logits_of_kind("plain", len(batch), size) * spread
     drafts = draft_tokens(logits, params, positions, size, 16)
     supports = [each.support_ids if i % 4 else NO_SUPPORT for i, each in enumerate(drafts)]
     rows = target_rows(logits, params, positions, supports, size)
