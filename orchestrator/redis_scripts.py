@@ -109,11 +109,65 @@ class _Call:
             self.reply.set_exception(error)
 
 
+class _Connections:
+    """Lends the connections of a pool. One that is not wanted elsewhere stays here, ready: asking the pool for it
+    and giving it back again would be a tenth of a commit.
+    """
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._spare: AbstractConnection | None = None
+        self._waiting = 0
+
+    async def take(self) -> AbstractConnection:
+        """A connection for one exchange. Raises RedisError."""
+        connection, self._spare = self._spare, None
+        if connection is None:
+            return await self._take_from_pool()
+        try:
+            # Notices what has been closed or has bytes left, and connects anew.
+            await self._pool.ensure_connection(connection)
+        except BaseException:
+            await self.give_back(connection, clean=False)
+            raise
+        return connection
+
+    async def _take_from_pool(self) -> AbstractConnection:
+        self._waiting += 1
+        try:
+            connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            return connection
+        finally:
+            self._waiting -= 1
+
+    async def give_back(self, connection: AbstractConnection, clean: bool) -> None:
+        """Ends a loan; a connection that may have replies left is closed."""
+        if not clean:
+            await connection.disconnect(nowait=True)
+        elif self._spare is None and not self._waiting:
+            self._spare = connection
+            return
+        await self._pool.release(connection)
+
+    async def drop_idle(self) -> None:
+        """Closes the connections that are not lent."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await self.give_back(spare, clean=False)
+        with contextlib.suppress(RedisError, OSError):
+            await self._pool.disconnect(inuse_connections=False)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self.drop_idle()
+        await self._pool.aclose()
+
+
 class ScriptPipeline:
     """Runs scripts through a pool of connections, which it owns. Use it from one event loop."""
 
     def __init__(self, pool: ConnectionPool, patience: Patience, on_retry: Callable[[str], None]) -> None:
-        self._pool = pool
+        self._connections = _Connections(pool)
         self._patience = patience
         self._on_retry = on_retry
         self._batch: list[_Call] = []
@@ -140,7 +194,7 @@ class ScriptPipeline:
         self._closed = True
         self._flush()
         await asyncio.gather(*self._deliveries, return_exceptions=True)
-        await self._pool.aclose()
+        await self._connections.close()
 
     def _flush(self) -> None:
         batch = [call for call in self._batch if not call.reply.done()]
@@ -185,7 +239,7 @@ class ScriptPipeline:
         clean = False
         try:
             async with asyncio.timeout(limit):
-                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                connection = await self._connections.take()
                 await self._exchange(connection, calls)
             clean = True
             return None
@@ -195,10 +249,10 @@ class ScriptPipeline:
             problem = _reason(error)
         finally:
             if connection is not None:
-                if not clean:
-                    await connection.disconnect(nowait=True)
-                await self._pool.release(connection)
-        await self._drop_idle_connections()
+                await self._connections.give_back(connection, clean)
+        # What broke one connection (a restart, a failover, a lost route) has usually broken the idle ones too, and
+        # one that leads to a demoted primary would never break by itself.
+        await self._connections.drop_idle()
         return problem
 
     async def _exchange(self, connection: AbstractConnection, calls: list[_Call]) -> None:
@@ -229,12 +283,6 @@ class ScriptPipeline:
         for reply in replies:
             if isinstance(reply, ResponseError):
                 raise reply
-
-    async def _drop_idle_connections(self) -> None:
-        # What broke one connection (a restart, a failover, a lost route) has usually broken the idle ones too, and
-        # one that leads to a demoted primary would never break by itself.
-        with contextlib.suppress(RedisError, OSError):
-            await self._pool.disconnect(inuse_connections=False)
 
 
 def _pack(*words: bytes | int) -> bytes:

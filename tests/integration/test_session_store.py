@@ -765,13 +765,25 @@ class TestRefusingServer:
             wait_until(lambda: bool(new.info("replication").get("master_link_status") == "up"))
             await store.commit(ownership, 0, 3, encode(4))
             wait_until(lambda: bool(new.command("HGET", keys_of("r")[0], "epoch") == b"1"))
+            await self.open_connections(store, proxy, 4)
             new.command("REPLICAOF", "NO", "ONE")
             old.command("REPLICAOF", *new.peer_address)
             # Open connections still lead to the old primary, and work; only new ones go to the promoted one.
             proxy.server_host, proxy.server_port = new.host, new.port
             await store.commit(ownership, 1, 4, encode(5))
-            assert counters(store).retries == 1
+            await self.open_connections(store, proxy, 4)
+            assert counters(store).retries == 1, "an idle connection still led to the old primary"
             assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
+
+    async def open_connections(self, store: SessionStore, proxy: TcpProxy, count: int) -> None:
+        proxy.delay(0.1)
+        reads = []
+        for _ in range(count):
+            reads.append(asyncio.ensure_future(store.read("r")))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*reads)
+        proxy.delay(0.0)
+        assert proxy.open_connections >= count
 
     async def test_a_full_server(self, redis_server: RedisServer) -> None:
         async with connected(redis_server.url) as store:
