@@ -123,6 +123,7 @@ def running_stack(
     draft_model: Path,
     environment: Mapping[str, str] | None = None,
     faults: Mapping[str, str] | None = None,
+    orchestrator_seconds: float = START_SECONDS,
 ) -> Iterator[Stack]:
     """Starts store, draft, target and orchestrator; stops them all at the end. Logs are in `folder`. `faults` names a
     fault to plant, by the module of the service."""
@@ -154,8 +155,9 @@ def running_stack(
         try:
             for service in services:
                 service.start()
-            for service in services:
-                service.wait_serving()
+            stack.draft.wait_serving()
+            stack.target.wait_serving()
+            stack.orchestrator.wait_serving(orchestrator_seconds)
             yield stack
         finally:
             for service in reversed(services):

@@ -1,0 +1,171 @@
+"""Processes die in mid stream: committed tokens stay, the text is the same, or the status says what is gone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import redis
+
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.generation import Generation, gather, generate, request
+from tests.support.services import MODELS, Stack, running_stack
+
+PROMPT = [5, 6, 7]
+TOKENS = 400
+FIELDS = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "num_speculative_tokens": 2}
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    environment = {"TANDEM_TARGET_RETRY_SECONDS": "20", "TANDEM_DRAFT_BACKOFF_SECONDS": "0.2"}
+    with running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(stack: Stack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+        yield channel
+
+
+def _interrupted(channel: grpc.Channel, after: int, interrupt: Callable[[], None]) -> Generation:
+    """Runs the request and calls `interrupt` once `after` tokens have come."""
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+
+    def responses() -> Iterator[api.GenerateResponse]:
+        seen = 0
+        for response in stub.Generate(request(PROMPT, **FIELDS), timeout=120):
+            yield response
+            before, seen = seen, seen + len(response.tokens)
+            if before < after <= seen:
+                interrupt()
+
+    return gather(responses())
+
+
+def _later(seconds: float, action: Callable[[], None]) -> None:
+    threading.Timer(seconds, action).start()
+
+
+def test_the_draft_is_killed_and_comes_back(stack: Stack, channel: grpc.Channel) -> None:
+    undisturbed = generate(channel, PROMPT, **FIELDS)
+    assert undisturbed.speculation.degraded_rounds == 0
+    result = _interrupted(channel, 40, stack.draft.kill)
+    assert result.seen == undisturbed.seen
+    assert list(result.speculation.degraded_reasons) == ["draft_unavailable"]
+    assert 0 < result.speculation.draft_tokens < undisturbed.speculation.draft_tokens
+    stack.draft.start()
+    stack.draft.wait_serving()
+    time.sleep(1.5)
+    assert generate(channel, PROMPT, **FIELDS).speculation.degraded_rounds == 0
+
+
+def test_the_draft_hangs_and_goes_on(stack: Stack, channel: grpc.Channel) -> None:
+    undisturbed = generate(channel, PROMPT, **FIELDS)
+
+    def pause() -> None:
+        stack.draft.signal(signal.SIGSTOP)
+        _later(2.0, lambda: stack.draft.signal(signal.SIGCONT))
+
+    result = _interrupted(channel, 40, pause)
+    assert result.seen == undisturbed.seen
+    assert "draft_timeout" in result.speculation.degraded_reasons
+
+
+def test_the_target_is_killed_and_comes_back(stack: Stack, channel: grpc.Channel) -> None:
+    undisturbed = generate(channel, PROMPT, **FIELDS)
+
+    def crash() -> None:
+        stack.target.kill()
+        stack.target.start()
+
+    result = _interrupted(channel, 40, crash)
+    assert result.seen == undisturbed.seen
+    assert result.speculation.rebuilds >= 1
+
+
+def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
+    environment = {"TANDEM_TARGET_RETRY_SECONDS": "2"}
+    with (
+        running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
+        grpc.insecure_channel(stack.orchestrator.address) as channel,
+    ):
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            _interrupted(channel, 40, stack.target.kill)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert time.monotonic() - started < 30
+        assert not stack.orchestrator.serving()
+
+
+def test_the_store_goes_away_and_nothing_is_half_committed(stack: Stack, channel: grpc.Channel) -> None:
+    store = redis.Redis.from_url(stack.redis_url)
+    received: list[int] = []
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in stub.Generate(request(PROMPT, request_id="lost-store", **FIELDS), timeout=60):
+            received += [token.token_id for token in response.tokens]
+            if len(received) > 40:
+                store.delete("tandem:{lost-store}:state")
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert received == generate(channel, PROMPT, **FIELDS).ids[: len(received)]
+
+
+def _sessions(stack: Stack) -> int:
+    store = redis.Redis.from_url(stack.redis_url)
+    return sum(1 for key in store.scan_iter("tandem:*:state") if store.hget(key, "status") != b"finished")
+
+
+@pytest.mark.parametrize("after", [0, 1, 50])
+def test_a_cancelled_request_leaves_nothing(stack: Stack, channel: grpc.Channel, after: int) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    for _ in range(20):
+        call = stub.Generate(request(PROMPT, **FIELDS))
+        seen = 0
+        while seen < after:
+            seen += len(next(call).tokens)
+        call.cancel()
+    deadline = time.monotonic() + 5
+    while _sessions(stack) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _sessions(stack) == 0
+    # Every slot is free again: as many requests as there are slots run at once.
+    assert generate(channel, PROMPT, **FIELDS).usage[1] == TOKENS
+
+
+def test_a_deadline_ends_the_request(stack: Stack, channel: grpc.Channel) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    stack.target.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request(PROMPT, **FIELDS), timeout=1))
+    finally:
+        stack.target.signal(signal.SIGCONT)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert generate(channel, PROMPT, **FIELDS).usage[1] == TOKENS
+    assert _sessions(stack) == 0
+
+
+def test_sigterm_drains_the_orchestrator(stack: Stack, channel: grpc.Channel) -> None:
+    undisturbed = generate(channel, PROMPT, **FIELDS)
+    refused: list[grpc.StatusCode] = []
+
+    def terminate() -> None:
+        stack.orchestrator.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert not stack.orchestrator.serving()
+        with pytest.raises(grpc.RpcError) as caught:
+            generate(channel, PROMPT, **FIELDS)
+        refused.append(caught.value.code())  # type: ignore[attr-defined]
+
+    result = _interrupted(channel, 10, terminate)
+    assert result.seen == undisturbed.seen
+    assert refused == [grpc.StatusCode.UNAVAILABLE]
+    assert stack.orchestrator.wait() == 0
