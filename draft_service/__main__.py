@@ -24,13 +24,13 @@ def main() -> int:
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         # torch and transformers take seconds to import, and health answers meanwhile.
-        from draft_service.drafter import ModelDrafter
+        from draft_service.drafter import Drafter, ModelDrafter
         from tandem.engine import loading
         from tandem.engine.engine import Engine
         from tandem.engine.scheduler import StepLimits
 
         model = loading.load(settings.model_options())
-        drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens)
+        drafter: Drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens)
         limits = StepLimits(short_feed=settings.max_speculative_tokens + 1, prefill_chunk=settings.prefill_chunk)
         engine = Engine(
             model.lm,

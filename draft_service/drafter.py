@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -10,7 +11,7 @@ from tandem import sampling
 from tandem.acceptance import Drafted, check_drafted
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
-from tandem.engine.job import Job
+from tandem.engine.job import Job, Method
 from tandem.v1 import draft_pb2
 
 
@@ -26,8 +27,12 @@ class ProposeJob(Job):
         self.drafted: list[Drafted] = []
 
 
+class Drafter(Method[draft_pb2.ProposeItem, ProposeJob], Protocol):
+    """A way to draft: from the logits of a draft model, or from `job.session.tokens` alone."""
+
+
 class ModelDrafter:
-    """The draft model's method: its results are lists of Drafted."""
+    """Draws from the draft model's logits; results are lists of Drafted."""
 
     def __init__(self, vocabulary_size: int, support_size: int, max_speculative_tokens: int) -> None:
         self._vocabulary_size = vocabulary_size

@@ -14,24 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.engine.feed import Feed
 from tandem.engine.slot_cache import LayerShape, SlotCache, StepView
-from tandem.wire import IdArray
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Tokens that one session runs in a step."""
-
-    slot: int
-    start: int
-    """Position of the first token; the cache holds all tokens before it."""
-    token_ids: IdArray
-    """Never empty."""
-    rows: int
-    """How many of the last tokens' logits are wanted; 0 for a piece of a longer prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +43,16 @@ class CausalLM:
         # Eager attention adds its mask to the scores: a boolean one would be added as 0 and 1, silently.
         self._additive_mask = model.config._attn_implementation == "eager"
         self._columns = torch.arange(cache.columns, device=self.device)
+
+    @property
+    def slots(self) -> int:
+        """Sessions the cache has room for."""
+        return self.cache.slots
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a session."""
+        return self.cache.max_length
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:

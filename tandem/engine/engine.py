@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
-from tandem.engine.causal_lm import CausalLM
 from tandem.engine.faults import ItemFault, invalid
-from tandem.engine.job import JobT, Method, WorkItem
+from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
 from tandem.engine.slot_cache import SlotPool
@@ -30,6 +29,7 @@ from tandem.v1 import worker_pb2
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_END_TOKEN_IDS = 1024
 _STOP_SECONDS = 5.0
 
 
@@ -54,7 +54,7 @@ class Engine(Generic[JobT]):
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: RaggedModel,
         method: Method[Any, JobT],
         loop: asyncio.AbstractEventLoop,
         *,
@@ -67,7 +67,7 @@ class Engine(Generic[JobT]):
         self._method = method
         self._loop = loop
         self._on_death = on_death
-        self._slots = SlotPool(lm.cache.slots)
+        self._slots = SlotPool(lm.slots)
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
         self._jobs: dict[Session, JobT] = {}
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
@@ -103,6 +103,10 @@ class Engine(Generic[JobT]):
         """Refuses new sessions from now on, and waits until the last session has ended."""
         self._thread.post(self._start_draining)
         await self._drained.wait()
+
+    async def admitted(self) -> None:
+        """Waits until all items submitted so far are admitted or refused, and so no longer held as messages."""
+        await self.call(_nothing)
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` in the step thread and waits for it; its exception is raised here."""
@@ -140,7 +144,7 @@ class Engine(Generic[JobT]):
             raise invalid("sampling", "missing in the first item of the session")
         job = self._method.admit(item)
         self._replace_running(session, item.cache_epoch)
-        session.apply(item.prefix, job.block, self._lm.cache.max_length, self._lm.padded_vocabulary_size)
+        session.apply(item.prefix, job.block, self._lm.max_length, self._lm.padded_vocabulary_size)
         if session.slot is None:
             session.slot = self._slots.acquire()
             if session.slot is None:
@@ -188,6 +192,7 @@ class Engine(Generic[JobT]):
             if job is not None:
                 fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
                 self._fail(stream, request_id, job.cache_epoch, fault, session)
+        self._count_levels()
 
     def _close(self, stream: Stream) -> None:
         stream.closed = True
@@ -195,6 +200,7 @@ class Engine(Generic[JobT]):
             self._end(session)
         stream.sessions.clear()
         self._answers.pop(stream, None)
+        self._count_levels()
 
     def _end(self, session: Session) -> JobT | None:
         """Gives the slot back; returns the job that was running."""
@@ -336,11 +342,19 @@ def _set_exception(done: asyncio.Future[None], error: Exception) -> None:
         done.set_exception(error)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _internal() -> ItemFault:
     return ItemFault(worker_pb2.ERROR_REASON_INTERNAL, "a fault inside the worker; its log has the details")
 
 
 def _sampling(item: WorkItem) -> SamplingParams:
+    if len(item.sampling.end_token_ids) > MAX_END_TOKEN_IDS:
+        raise invalid(
+            "sampling", f"{len(item.sampling.end_token_ids)} end_token_ids, at most {MAX_END_TOKEN_IDS} allowed"
+        )
     try:
         return SamplingParams.from_proto(item.sampling)
     except ValueError as error:

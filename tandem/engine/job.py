@@ -11,6 +11,7 @@ from tandem.v1 import sampling_pb2, worker_pb2
 if TYPE_CHECKING:
     import torch
 
+    from tandem.engine.feed import Feed
     from tandem.engine.stream import Stream
     from tandem.sampling import SamplingParams
 
@@ -56,6 +57,28 @@ class Job:
 
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 JobT = TypeVar("JobT", bound=Job)
+
+
+class RaggedModel(Protocol):
+    """What runs the tokens. A CausalLM; or, for a drafter without a model, anything that keeps count."""
+
+    @property
+    def slots(self) -> int:
+        """Sessions it has room for."""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a session."""
+
+    @property
+    def padded_vocabulary_size(self) -> int:
+        """Ids below this can be run."""
+
+    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """Runs feeds of different sessions; the wanted logits, float32 [sum of rows, padded vocabulary]."""
+
+    def self_test(self) -> None:
+        """Raises if nothing can be run any more."""
 
 
 class Method(Protocol[ItemT_contra, JobT]):

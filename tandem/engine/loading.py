@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
-from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, Feed, layer_shapes
+from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, layer_shapes
+from tandem.engine.feed import Feed
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
 

@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
 def packing_supported(model: nn.Module) -> bool:
     """Whether this build of torch has the layout, and the model's weights are of the kind it is measured for."""
     weight = next(model.parameters())
-    return torch.backends.mkldnn.is_available() and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return bool(torch.backends.mkldnn.is_available()) and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def pack_linear_layers(model: nn.Module) -> int:

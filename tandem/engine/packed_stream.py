@@ -26,6 +26,8 @@ class StreamLimits:
     """A larger message ends the stream: its sender is at fault."""
     items_in_flight: int = 1024
     """Items that are unanswered, or whose answer was not yet taken, before reading pauses."""
+    large_message_bytes: int = 1 << 20
+    """After a larger message, reading waits until its items are admitted."""
     answers_per_message: int = 64
     """Keeps messages far below the size limit, whatever the supports."""
 
@@ -37,6 +39,7 @@ class Batch(Protocol):
     def items(self) -> Sequence[Any]: ...
     @property
     def release_request_ids(self) -> Sequence[str]: ...
+    def ByteSize(self) -> int: ...  # noqa: N802 - protobuf's name
 
 
 class StreamEngine(Protocol):
@@ -45,6 +48,7 @@ class StreamEngine(Protocol):
     def submit(self, stream: Stream, items: Sequence[WorkItem]) -> None: ...
     def release(self, stream: Stream, request_ids: Sequence[str]) -> None: ...
     def close(self, stream: Stream) -> None: ...
+    async def admitted(self) -> None: ...
 
 
 class PackedStream:
@@ -98,6 +102,8 @@ class PackedStream:
                     return
                 self._in_flight += len(batch.items)
                 self._engine.submit(self._stream, batch.items)
+                if batch.ByteSize() > self._limits.large_message_bytes:
+                    await self._engine.admitted()
                 while self._in_flight > self._limits.items_in_flight:
                     self._has_room.clear()
                     await self._has_room.wait()

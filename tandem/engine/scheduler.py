@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from tandem.engine.causal_lm import Feed
+from tandem.engine.feed import Feed
 from tandem.engine.job import JobT
 
 

@@ -150,7 +150,7 @@ class Engines:
 
 async def settled(engine: Engine[Any]) -> None:
     """Waits until all commands posted so far have run."""
-    await engine.call(lambda: None)
+    await engine.admitted()
 
 
 async def plain_greedy_by_engine(client: Client, request_id: str, prompt: np.ndarray, count: int) -> list[int]:

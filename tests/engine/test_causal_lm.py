@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.causal_lm import CausalLM, Feed
+from tandem.engine.causal_lm import CausalLM
+from tandem.engine.feed import Feed
 from tandem.engine.loading import ModelError
 from tests.engine.models import over_slots, plain_greedy, plain_logits, random_ids, random_model
 

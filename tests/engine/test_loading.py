@@ -98,4 +98,4 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
         .replace("{", '{"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},', 1)
     )
     (folder / "own.py").write_text("raise SystemExit('code was run')")
-    assert "trust_remote_code" in refused(folder)
+    assert "custom code" in refused(folder)
