@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -71,22 +72,18 @@ def _print(console: Console, state: StackState | None, rows: list[_Row]) -> None
         console.print("nothing is running: `tandem up` starts the services")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("service", "state", "address", "pid", "up", "", "log"):
-        # An address or a path is to be copied: fold it rather than cut it.
-        table.add_column(title, overflow="fold")
+    for title in ("service", "state", "address", "pid", "up", ""):
+        # An address is to be copied: never cut it.
+        table.add_column(title, no_wrap=title != "")
     for row in rows:
         colour = "green" if row.state == "ready" else "red" if row.state == "dead" else "yellow"
         minutes, seconds = divmod(row.uptime_seconds, 60)
-        table.add_row(
-            row.service,
-            f"[{colour}]{row.state}",
-            row.address,
-            str(row.pid),
-            f"{minutes}:{seconds:02}",
-            row.detail,
-            row.log,
-        )
+        uptime = f"{minutes}:{seconds:02}"
+        table.add_row(row.service, f"[{colour}]{row.state}", row.address, str(row.pid), uptime, row.detail)
     console.print(table)
     for name, value in state.choices.items():
         if name.startswith("external"):
             console.print(f"{name}: {value}", markup=False)
+    console.print(
+        f"logs: {', '.join(sorted({str(Path(row.log).parent) for row in rows}))}", markup=False, soft_wrap=True
+    )
