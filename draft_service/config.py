@@ -67,10 +67,10 @@ class DraftConfig:
     )
     kv_memory_mib: int = setting(
         "TANDEM_DRAFT_KV_MEMORY_MIB",
-        2048,
-        help="memory for the KV cache, in MiB, where the context length is not set",
+        0,
+        help="memory for the KV cache, in MiB, where the context length is not set; 0: 2048, or 80 % of a GPU's free memory",
         parse=int,
-        check=lambda value: value >= 1,
+        check=lambda value: value >= 0,
         expected="a number of MiB",
     )
     prefill_chunk: int = setting(

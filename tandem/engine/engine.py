@@ -229,7 +229,7 @@ class Engine(Generic[JobT]):
         self._flush()
         for batch in self._scheduler.plan():
             self._run(batch)
-        self._flush()
+            self._flush()  # a chunk of prefill that comes next holds no answers up
         self._count_levels()
         return len(self._scheduler) > 0
 

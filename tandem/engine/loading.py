@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# transformers repeats keys and values for grouped-query attention unless told otherwise; on a CPU that is 2.4 times
-# slower with the same bits. It must be set before its attention runs.
-os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-
 import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +23,11 @@ from tandem.engine.slot_cache import SlotCache
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_CPU_KV_BYTES = 2 << 30
+_GPU_KV_SHARE = 0.8
+"""Of the memory that is free once the model is there; activations and logits need the rest."""
 
 
 class ModelError(Exception):
@@ -49,7 +50,8 @@ class ModelOptions:
     slots: int = 32
     context_length: int = 0
     """Most tokens of a session; 0: the model's own, as far as kv_memory_bytes allows."""
-    kv_memory_bytes: int = 2 << 30
+    kv_memory_bytes: int = 0
+    """Memory for the KV cache; 0: 2 GiB on a CPU, most of what the model leaves free on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ def load(options: ModelOptions) -> ServedModel:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = _device(options.device)
+    if device.type == "cpu":
+        # transformers repeats keys and values for grouped-query attention unless told otherwise, at each call; here
+        # that is 2.4 times slower, with the same bits. On a GPU the other way would miss the fast kernels.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     dtype = _dtype(options.dtype, device)
     model, tokenizer = _from_pretrained(options, dtype, device)
     config = model.config.get_text_config()
@@ -84,7 +90,7 @@ def load(options: ModelOptions) -> ServedModel:
     probe = _probe(model)
     shapes = layer_shapes(probe)
     bytes_per_token = sum(shape.numbers for shape in shapes) * probe.layers[0].keys.element_size()
-    context_length = _context_length(options, config, bytes_per_token)
+    context_length = _context_length(options, config, bytes_per_token, device)
     cache = SlotCache(shapes, options.slots, context_length, probe.layers[0].keys.dtype, device)
     logger.info(
         "KV cache: %d slots of %d tokens, %.1f MiB (%.1f KiB a token)",
@@ -190,7 +196,7 @@ def _probe(model: Any) -> DynamicCache:
     return cache
 
 
-def _context_length(options: ModelOptions, config: Any, bytes_per_token: int) -> int:
+def _context_length(options: ModelOptions, config: Any, bytes_per_token: int, device: torch.device) -> int:
     own = _model_context(config)
     if options.context_length:
         if own and options.context_length > own:
@@ -198,10 +204,18 @@ def _context_length(options: ModelOptions, config: Any, bytes_per_token: int) ->
                 f"context length {options.context_length} is beyond the {own} tokens that the model allows"
             )
         return options.context_length
-    affordable = options.kv_memory_bytes // (bytes_per_token * options.slots) - 1
+    memory = options.kv_memory_bytes or _default_kv_memory(device)
+    affordable = memory // (bytes_per_token * options.slots) - 1
     if affordable < 1:
-        raise ModelError(f"KV memory of {options.kv_memory_bytes} bytes holds no token for each of the slots")
+        raise ModelError(f"KV memory of {memory} bytes holds no token for each of the {options.slots} slots")
     return min(own, affordable) if own else affordable
+
+
+def _default_kv_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_GPU_KV_SHARE * free)
+    return _CPU_KV_BYTES
 
 
 def _model_context(config: Any) -> int:
