@@ -6,7 +6,7 @@ import dataclasses
 
 from tandem.cli.errors import USAGE, CliError
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,10 +25,8 @@ class Address:
 
 
 def parse_address(text: str, variable: str) -> Address:
-    """Reads host:port, [v6]:port, :port or a port alone; the error names the variable."""
-    host, colon, port = text.strip().rpartition(":")
-    if not colon:
-        host = "127.0.0.1"
+    """Reads host:port or [v6]:port; a port alone, with or without its colon, is on loopback. Errors name the variable."""
+    host, _, port = text.strip().rpartition(":")
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or host.count("[") != host.count("]"):
         raise CliError(f"{variable}={text!r} is not an address: expected host:port, port 1 to 65535", USAGE)
-    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+    return Address(host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port))

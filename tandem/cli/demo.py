@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
@@ -27,6 +28,8 @@ PROMPT = "Write a polite email asking for a day off."
 # The fastest block on a CPU for the default pair, whose draft agrees with the target on every second token or so.
 GAMMA = 3
 _WARM_UP_TOKENS = 4
+_DRAFT_SECONDS = 15.0
+_RETRY_SECONDS = 0.25
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -113,9 +116,17 @@ def _compare(
 
 
 def _warm_up(client: TandemClient, prompt: Prompt, options: GenerationOptions) -> None:
-    """The first request pays for what is made on first use; neither side of the comparison should."""
+    """The first request pays for what is made on first use; neither side of the comparison should.
+
+    An orchestrator is ready without a draft, so here it also gets the time to find the one that has just started.
+    """
     short = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS, min_tokens=None)
-    collect(client.generate(prompt, short), lambda _: None)
+    deadline = time.monotonic() + _DRAFT_SECONDS
+    while True:
+        completion = collect(client.generate(prompt, short), lambda _: None)
+        if not completion.finish.speculation.degraded_rounds or time.monotonic() >= deadline:
+            return
+        time.sleep(_RETRY_SECONDS)
 
 
 def _stream(

@@ -26,6 +26,7 @@ class FakeStack:
     def __init__(self, home: Path, ports: dict[str, int], model: Path) -> None:
         self.home = home
         self.ports = ports
+        self.module = "tests.cli.fake_stack"
         self.modes: dict[str, list[str]] = {}
         self.variables = {
             "TANDEM_HOME": str(home),
@@ -38,7 +39,7 @@ class FakeStack:
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.fake_stack", *arguments],
+            [sys.executable, "-m", self.module, *arguments],
             cwd=REPOSITORY,
             env={**inherited, **self.variables, **variables, "FAKE_STACK": json.dumps(self.modes)},
             stdin=subprocess.DEVNULL,
@@ -49,7 +50,7 @@ class FakeStack:
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
         process = self.start(*arguments, **variables)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
     def listening(self) -> set[str]:
