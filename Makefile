@@ -2,11 +2,14 @@
 #
 # PYTHON    the interpreter that the environment is made with (3.11 or later)
 # PIP_ARGS  passed on to pip, for example an index that has CPU builds of torch
+# ANSWERS, MINUTES  how much to sample and to train for `make draft-model`
 # ARGS      passed on to the command, for example: make demo ARGS='--gamma 4 "Why is the sky blue?"'
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
+ANSWERS  ?= 2700
+MINUTES  ?= 60
 SHELL    := /bin/bash
 
 VENV    := .venv
@@ -15,6 +18,8 @@ PROTOS  := $(wildcard proto/tandem/v1/*.proto)
 PROTO   := tandem/v1/.stamp
 STAGE   := $(VENV)/proto-new
 TARGET  := models/smollm2-135m-instruct
+DRAFT   := models/smol-draft
+RUNS    := models/runs
 # Stamps lie inside what they vouch for, so that removing the folder removes the claim.
 INSTALL := $(VENV)/.stamp
 
@@ -55,8 +60,10 @@ lint: $(INSTALL) $(PROTO) ## style, types, import rules, the contract
 bench: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## measure overhead and speed-up on this machine
 	$(BIN)/python -m bench $(ARGS)
 
-draft-model: $(INSTALL) $(TARGET)/model.safetensors ## distil the committed draft model again (an hour or more)
-	$(BIN)/python models/distill.py $(ARGS)
+draft-model: $(RUNS)/train.npz $(RUNS)/heldout.npz ## make the committed draft again: sample the target, distil (hours)
+	$(BIN)/python models/distill.py --data $(RUNS)/train.npz --heldout $(RUNS)/heldout.npz \
+	  --teacher $(TARGET) --output $(DRAFT) --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python models/measure_pair.py $(TARGET) $(DRAFT) --samples $(RUNS)/heldout.npz
 
 constraints: $(INSTALL) ## pin what is installed now
 	@{ sed -n '/^#/p; /; python_/p' constraints.txt; \
@@ -89,6 +96,14 @@ $(PROTO): $(PROTOS) $(INSTALL)
 
 $(TARGET)/model.safetensors: | $(INSTALL)
 	$(BIN)/python models/fetch_smollm2.py
+
+$(RUNS)/train.npz: | $(TARGET)/model.safetensors
+	@mkdir -p $(RUNS)
+	$(BIN)/python models/sample_teacher.py $(TARGET) $@ --answers $(ANSWERS)
+
+$(RUNS)/heldout.npz: | $(TARGET)/model.safetensors
+	@mkdir -p $(RUNS)
+	$(BIN)/python models/sample_teacher.py $(TARGET) $@ --answers 64 --held-out
 
 # Against the commit before, or where this branch left main: what was published must stay readable.
 define check_breaking
