@@ -80,16 +80,17 @@ $(INSTALL): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Tandem needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	@echo "installing the pinned packages into $(VENV); the first time this takes a few minutes"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[worker,cli,proto,dev]'
 	@touch $@
 
 # Generated beside the output and moved in one step, so that a failure leaves no half of a contract.
-$(PROTO): $(PROTOS) $(INSTALL)
+$(PROTO): $(PROTOS) constraints.txt | $(INSTALL)
 	@rm -rf $(STAGE) && mkdir $(STAGE)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
 	  --python_out=$(STAGE) --grpc_python_out=$(STAGE) \
-	  --mypy_out=$(STAGE) --mypy_grpc_out=$(STAGE) $(PROTOS)
+	  --mypy_out=quiet:$(STAGE) --mypy_grpc_out=quiet:$(STAGE) $(PROTOS)
 	@echo '"""Generated from proto/ by `make proto`."""' > $(STAGE)/tandem/v1/__init__.py
 	@rm -rf tandem/v1 && mv $(STAGE)/tandem/v1 tandem/v1 && rm -rf $(STAGE)
 	@touch $@
