@@ -1,0 +1,146 @@
+"""From variables and flags to the commands that are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.address import Address, parse_address
+from tandem.cli.arguments import build_parser
+from tandem.cli.errors import CliError
+from tandem.cli.plan import StackPlan, plan_stack
+from tandem.cli.settings import load_settings, with_flags
+from tandem.cli.stack import choices, differing, last_lines, mask_password
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return {
+        "TANDEM_HOME": str(tmp_path / "home"),
+        "TANDEM_DRAFT_MODEL": str(model),
+        "TANDEM_TARGET_MODEL": str(model),
+    }
+
+
+def plan(variables: dict[str, str], *arguments: str) -> StackPlan:
+    parsed = build_parser().parse_args(["up", *arguments])
+    return plan_stack(load_settings(with_flags(parsed, variables)))
+
+
+def names(planned: StackPlan) -> list[str]:
+    return [spec.name for spec in planned.services]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("example:5", Address("example", 5)),
+        ("[::1]:5", Address("::1", 5)),
+        (":5", Address("127.0.0.1", 5)),
+        ("5", Address("127.0.0.1", 5)),
+    ],
+)
+def test_addresses(text, expected):
+    assert parse_address(text, "X") == expected
+    assert parse_address(str(expected), "X") == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:0", "host:65536", "host:-1", "host:\u0661", "[::1:5"])
+def test_bad_addresses_name_the_variable(text):
+    with pytest.raises(CliError, match="TANDEM_X_LISTEN") as caught:
+        parse_address(text, "TANDEM_X_LISTEN")
+    assert caught.value.exit_code == 2
+
+
+def test_a_wildcard_is_reached_on_loopback():
+    assert str(parse_address("0.0.0.0:5", "X").reachable()) == "127.0.0.1:5"
+    assert str(parse_address("[::]:5", "X").reachable()) == "[::1]:5"
+
+
+def test_everything_is_embedded_by_default(variables):
+    planned = plan(variables)
+    assert names(planned) == ["redis", "draft", "target", "orchestrator"]
+    assert planned.orchestrator_address == "127.0.0.1:50051"
+    environment = planned.services[-1].environment
+    assert environment["TANDEM_DRAFT_ADDRESSES"] == "127.0.0.1:50052"
+    assert environment["TANDEM_TARGET_ADDRESSES"] == "127.0.0.1:50053"
+    assert environment["TANDEM_REDIS_URL"] == "redis://127.0.0.1:6399/0"
+    assert environment["TANDEM_TOKENIZER"] == variables["TANDEM_TARGET_MODEL"]
+    assert planned.services[1].environment["TANDEM_DRAFT_THREADS"] == "1"
+
+
+def test_a_flag_wins_over_its_variable(variables):
+    variables["TANDEM_DRAFT_LISTEN"] = "127.0.0.1:1"
+    planned = plan(variables, "--draft-listen=127.0.0.1:2")
+    assert planned.services[1].listen.port == 2
+    assert planned.services[-1].environment["TANDEM_DRAFT_ADDRESSES"] == "127.0.0.1:2"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "left"),
+    [
+        ("TANDEM_REDIS_URL", "redis://db:6379/1", ["draft", "target", "orchestrator"]),
+        ("TANDEM_DRAFT_ADDRESSES", "a:1, b:2", ["redis", "target", "orchestrator"]),
+        ("TANDEM_TARGET_ADDRESSES", "a:1,b:2", ["redis", "draft", "orchestrator"]),
+    ],
+)
+def test_running_parts_replace_the_embedded_ones(variables, variable, value, left):
+    planned = plan({**variables, variable: value})
+    assert names(planned) == left
+    assert planned.services[-1].environment[variable] == value.replace(" ", "")
+    assert len(planned.external) == 1
+
+
+def test_a_running_orchestrator_brings_its_own(variables):
+    planned = plan(variables, "--orchestrator-address=far:5")
+    assert names(planned) == []
+    assert planned.orchestrator_address == "far:5"
+
+
+def test_models_are_checked_unless_they_may_be_names(variables, tmp_path):
+    with pytest.raises(CliError, match="TANDEM_DRAFT_MODEL"):
+        plan(variables, "--draft-model=./no-such-folder")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CliError, match="holds no model"):
+        plan(variables, f"--draft-model={tmp_path / 'empty'}")
+    assert plan(variables, "--draft-model=org/name").services[1].environment["TANDEM_DRAFT_MODEL"] == "org/name"
+    # A service that runs elsewhere has its model there.
+    assert "draft" not in names(plan(variables, "--draft-model=./no-such-folder", "--draft-addresses=a:1"))
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
+def test_a_bad_time_limit_is_a_usage_error(variables, seconds):
+    with pytest.raises(CliError, match="TANDEM_READY_TIMEOUT"):
+        plan(variables, f"--ready-timeout={seconds}")
+
+
+def test_no_password_gets_on_record(variables):
+    variables["TANDEM_REDIS_URL"] = "rediss://user:secret@db:6379/0"
+    recorded = choices(load_settings(variables))
+    assert "secret" not in str(recorded)
+    assert mask_password("redis://:secret@db/0") == "redis://:***@db/0"
+    assert mask_password("a:1,b:2") == "a:1,b:2"
+
+
+def test_differences_are_told_both_ways():
+    assert differing({"model draft": "a"}, {"model draft": "a"}) == []
+    assert differing({"a": "1"}, {"b": "2"}) == ["a: 1 runs, none was asked for", "b: none runs, 2 was asked for"]
+
+
+def test_the_end_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    assert last_lines(log, 2) == ["(empty)"]
+    log.write_bytes(b"1\n2\n\xff3\n")
+    assert last_lines(log, 2) == ["2", "\ufffd3"]
+
+
+def test_help_needs_nothing(capsys):
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command} " in out for command in ("up", "down", "status", "demo", "generate"))
