@@ -137,10 +137,8 @@ class Engine(Generic[JobT]):
         session = known if known is not None else self._new_session(item)
         session.check_epoch(item.cache_epoch)
         if item.HasField("sampling"):
-            sampling = _sampling(item)
-        elif session.sampling is not None:
-            sampling = session.sampling
-        else:
+            session.sampling = _sampling(item)
+        elif session.sampling is None:
             raise invalid("sampling", "missing in the first item of the session")
         job = self._method.admit(item)
         self._replace_running(session, item.cache_epoch)
@@ -151,8 +149,7 @@ class Engine(Generic[JobT]):
                 raise ItemFault(
                     worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
                 )
-        session.sampling = job.sampling = sampling
-        job.session, job.stream = session, stream
+        job.session, job.stream, job.sampling = session, stream, session.sampling
         if known is None:
             stream.sessions[item.request_id] = session
             self._sessions += 1

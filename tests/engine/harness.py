@@ -101,7 +101,9 @@ class Client:
         self.answers.extend(answers)
         for answer in answers:
             if answer.result is not None or answer.error is not None:
-                self._waiting.pop((answer.request_id, answer.cache_epoch)).set_result(answer)
+                waiting = self._waiting.pop((answer.request_id, answer.cache_epoch), None)
+                if waiting is not None:
+                    waiting.set_result(answer)
 
 
 def reason(answer: Answer) -> str:

@@ -367,3 +367,36 @@ async def test_draining_refuses_new_sessions_and_serves_old_ones(engines: Engine
     assert not drained.done()
     engine.release(client.stream, ["old"])
     await asyncio.wait_for(drained, 10)
+
+
+async def test_soak_leaves_nothing_behind(engines: Engines) -> None:
+    """Streams that come, send, release, retry, err and vanish at random, more of them than there are slots."""
+    engine = engines.draft(over_slots(random_model(num_hidden_layers=1), slots=6), prefill_chunk=32)
+    chooser = random.Random(3)
+    seen = set()
+
+    async def orchestrator(number: int) -> None:
+        client = Client(engine)
+        for request in range(4):
+            tokens = random_ids(number, chooser.randint(1, 70))
+            items = [
+                propose_item(str(request), epoch, tokens, 0, chooser.randint(1, 6), sampling=GREEDY)
+                for epoch in sorted(chooser.choices(range(3), k=chooser.randint(1, 4)))
+            ]
+            engine.submit(client.stream, items)
+            if chooser.random() < 0.5:
+                await asyncio.sleep(chooser.random() * 0.005)
+            if chooser.random() < 0.7:
+                engine.release(client.stream, [str(request)])
+        if chooser.random() < 0.5:
+            await settled(engine)
+        engine.close(client.stream)
+        seen.update(reason(answer) for answer in client.answers)
+
+    await asyncio.gather(*(orchestrator(number) for number in range(150)))
+    assert await used(engine) == (0, 0, 0)
+    assert {"", "CANCELLED", "RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"} <= seen
+    assert engines.deaths == 0
+    assert not engine._jobs
+    assert not engine._answers
+    assert sorted(engine._slots._free) == list(range(6))
