@@ -17,7 +17,7 @@ from tests.support.services import MODELS, running_stack
 
 GAMMAS = (0, 1, 2, 5, 8)
 PROMPTS = 100
-TINY_TOKENS = 48
+TINY_TOKENS = 32
 SMOL_TOKENS = 16
 
 
@@ -60,9 +60,14 @@ def test_the_tiny_pairs_are_token_exact(
     if gamma and pair == "same_channel":
         assert accepted == drafted
     elif gamma and pair == "tiny_channel":
-        assert 0.1 < accepted / drafted < 0.95
+        assert 0.15 < _acceptance_of_first_position(results) < 0.95
     elif gamma:
-        assert accepted / drafted < 0.1
+        assert _acceptance_of_first_position(results) < 0.1
+
+
+def _acceptance_of_first_position(results: Sequence[Generation]) -> float:
+    drafted = sum(result.speculation.draft_tokens_per_position[0] for result in results)
+    return sum(result.speculation.accepted_tokens_per_position[0] for result in results) / drafted
 
 
 def test_a_draft_that_is_the_target_is_always_accepted(same_channel: grpc.Channel) -> None:
