@@ -31,7 +31,11 @@ def main() -> int:
 
         model = loading.load(settings.model_options())
         verifier = Verifier(model.vocabulary_size, settings.max_speculative_tokens)
-        limits = StepLimits(short_feed=settings.max_speculative_tokens + 1, prefill_chunk=settings.prefill_chunk)
+        limits = StepLimits(
+            short_feed=settings.max_speculative_tokens + 1,
+            prefill_chunk=settings.prefill_chunk,
+            forward_overhead=model.forward_overhead,
+        )
         engine = Engine(
             model.lm,
             verifier,

@@ -1,6 +1,7 @@
 """Which tokens of which jobs run in a step.
 
-Short feeds (verifications, draft steps, plain decoding) share one forward. Long feeds, that is prefills, are cut into
+Short feeds (verifications, draft steps, plain decoding) share one forward, or a few of like widths where padding all
+to the widest would cost more than another forward: so on a CPU, hardly ever on a GPU. Long feeds, that is prefills, are cut into
 chunks which run as a forward of their own, at most one in a step, so that a row of six tokens is never padded to a
 chunk and decoding waits for one chunk at most. Jobs are served in rotation.
 """
@@ -24,6 +25,8 @@ class StepLimits:
     """Padded tokens of a prefill forward."""
     decode_tokens: int = 2048
     """Padded tokens of a decode forward."""
+    forward_overhead: int = 1 << 20
+    """What a forward costs beside its padded tokens, in tokens: where padding costs more, a forward is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,15 @@ class Scheduler(Generic[JobT]):
         self._jobs.pop(job, None)
 
     def plan(self) -> list[Batch[JobT]]:
-        """The forwards of the next step: none, one or two. A job is in at most one of them."""
+        """The forwards of the next step, at most one of them a chunk of prefill. A job is in at most one of them."""
         short: list[JobT] = []
         long: list[JobT] = []
         for job in self._jobs:
             (short if job.pending <= self._limits.short_feed else long).append(job)
         batches = []
         if short:
-            batches.append(self._batch(self._fit(short, self._limits.short_feed, self._limits.decode_tokens)))
+            chosen = self._fit(short, self._limits.short_feed, self._limits.decode_tokens)
+            batches += [self._batch(group) for group in _alike(chosen, self._limits.forward_overhead)]
         if long:
             batches.append(self._batch(self._fit(long, self._limits.prefill_chunk, self._limits.prefill_chunk)))
         return batches
@@ -85,6 +89,20 @@ class Scheduler(Generic[JobT]):
     def _batch(chosen: list[tuple[JobT, int]]) -> Batch[JobT]:
         chosen.sort(key=_slot)
         return Batch([job for job, _ in chosen], [_feed(job, size) for job, size in chosen])
+
+
+def _alike(chosen: list[tuple[JobT, int]], overhead: int) -> list[list[tuple[JobT, int]]]:
+    """Splits into groups of like widths as long as that saves more padding than `overhead` tokens."""
+    chosen = sorted(chosen, key=_size)
+    widest = chosen[-1][1]
+    saved, at = max((count * (widest - size), count) for count, (_, size) in enumerate(chosen, start=1))
+    if saved <= overhead:
+        return [chosen]
+    return [*_alike(chosen[:at], overhead), *_alike(chosen[at:], overhead)]
+
+
+def _size(chosen: tuple[JobT, int]) -> int:
+    return chosen[1]
 
 
 def _slot(chosen: tuple[JobT, int]) -> int:

@@ -104,3 +104,20 @@ def test_a_removed_job_is_not_planned() -> None:
     [batch] = scheduler.plan()
     assert batch.jobs == [jobs[1]]
     assert len(scheduler) == 1
+
+
+@pytest.mark.parametrize(
+    ("overhead", "groups"),
+    [
+        (1000, [[1, 1, 1, 1, 2, 6, 6, 17]]),
+        (40, [[1, 1, 1, 1, 2, 6, 6], [17]]),
+        (19, [[1, 1, 1, 1, 2], [6, 6], [17]]),
+        (0, [[1, 1, 1, 1], [2], [6, 6], [17]]),
+    ],
+)
+def test_unlike_widths_part_where_padding_costs_more_than_a_forward(overhead: int, groups: list[list[int]]) -> None:
+    jobs = [job(slot, size) for slot, size in enumerate([17, 1, 6, 1, 2, 1, 6, 1])]
+    batches = schedule(jobs, short_feed=17, forward_overhead=overhead).plan()
+    assert [sorted(feed.token_ids.size for feed in batch.feeds) for batch in batches] == groups
+    for batch in batches:
+        assert [feed.slot for feed in batch.feeds] == sorted(feed.slot for feed in batch.feeds)
