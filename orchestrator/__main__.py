@@ -8,13 +8,13 @@ import os
 import sys
 
 import grpc.aio
-from prometheus_client import CollectorRegistry, start_http_server
 
-from tandem import config, grpc_server, telemetry
+from tandem import config, grpc_server, metrics_endpoint, telemetry, tracing
 from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 from .config import OrchestratorConfig
-from .metrics import Metrics
+from .metrics import Metrics, StoreMetrics
+from .recorder import Recorders
 from .runtime import Runtime
 from .servicer import OrchestratorServicer
 from .session_store import SessionStore, StoreConfig
@@ -47,15 +47,18 @@ async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabul
     health = grpc_server.HealthSwitch(SERVICE)
     await health.attach(server)
     grpc_server.add_reflection(server, SERVICE)
-    registry = CollectorRegistry()
-    store = await SessionStore.connect(store_config)
+    traces = tracing.start("orchestrator", os.environ)
+    registry = metrics_endpoint.registry_for("orchestrator", traces.counts if traces is not None else None)
+    store = await SessionStore.connect(store_config, StoreMetrics(registry))
     runtime = Runtime(settings, vocabulary, store)
+    metrics = Metrics(registry)
+    metrics.observe_runtime(runtime)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
-        OrchestratorServicer(runtime, Metrics(registry)), server
+        OrchestratorServicer(runtime, Recorders(metrics, traces)), server
     )
     try:
         grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN")
-        _serve_metrics(settings.metrics_listen, registry)
+        metrics_endpoint.serve(settings.metrics_listen, registry, "TANDEM_ORCHESTRATOR_METRICS_LISTEN")
     except grpc_server.PortError as error:
         await runtime.close()
         return _give_up(str(error))
@@ -71,6 +74,8 @@ async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabul
         log.warning("%d requests are cut off", runtime.admission.running)
     await server.stop(CLOSE_SECONDS)
     await runtime.close()
+    if traces is not None:
+        traces.shutdown()
     log.info("stopped")
     return 0
 
@@ -86,18 +91,6 @@ def _store_config(settings: OrchestratorConfig) -> StoreConfig:
         )
     except ValueError as error:
         raise config.ConfigError(f"TANDEM_REDIS_URL: {error}") from error
-
-
-def _serve_metrics(listen: str, registry: CollectorRegistry) -> None:
-    if not listen:
-        return
-    host, _, port = listen.rpartition(":")
-    try:
-        start_http_server(int(port), host, registry)
-    except OSError as error:
-        raise grpc_server.PortError(
-            f"TANDEM_ORCHESTRATOR_METRICS_LISTEN: can't listen on {listen!r}: {error.strerror}"
-        ) from error
 
 
 def _give_up(problem: str) -> int:

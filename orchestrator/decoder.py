@@ -12,16 +12,17 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from tandem import wire
-from tandem.acceptance import Outcome, TargetRow, accept
+from tandem.acceptance import TargetRow, accept
 from tandem.randomness import Lane, uniforms
 
 from .completion import Completion, EmittedToken
 from .drafting import Block, Drafting
+from .metrics import RoundReport
 from .prefix import Prefix
+from .recorder import RequestRecorder, RoundRecorder
 from .request import GenerationPlan
 from .scoring import Scoring
 from .session_store import Ownership, SessionStore
-from .statistics import RoundStatistics
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class _Scored:
 
     block: Block
     rows: list[TargetRow]
+    record: RoundRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class _Round:
 
     emitted: list[EmittedToken]
     encoded: bytes
+    record: RoundRecorder
 
 
 class Decoder:
@@ -53,7 +56,7 @@ class Decoder:
         scoring: Scoring,
         store: SessionStore,
         ownership: Ownership,
-        statistics: RoundStatistics,
+        recorder: RequestRecorder,
     ) -> None:
         self._plan = plan
         self._completion = completion
@@ -61,7 +64,7 @@ class Decoder:
         self._scoring = scoring
         self._store = store
         self._ownership = ownership
-        self._statistics = statistics
+        self._recorder = recorder
         self._prefix = Prefix(plan.prompt)
         self._epoch = 0
 
@@ -73,7 +76,7 @@ class Decoder:
             ahead = None if self._finished else asyncio.create_task(self._propose_and_verify())
             try:
                 await self._commit(finished_round)
-                self._statistics.tokens_emitted()
+                finished_round.record.committed()
                 yield finished_round.emitted
                 if ahead is None:
                     return
@@ -94,35 +97,40 @@ class Decoder:
     async def _propose_and_verify(self) -> _Scored:
         # One token comes from the target's own row, so a block longer than the rest is work for nothing.
         gamma = min(self._plan.num_speculative_tokens, self._completion.remaining - 1)
-        block = await self._drafting.propose(self._prefix, self._epoch, gamma)
-        return _Scored(block, await self._scoring.verify(self._prefix, self._epoch, block))
+        record = self._recorder.begin_round(self._epoch)
+        block = await self._drafting.propose(self._prefix, self._epoch, gamma, record)
+        record.proposed(len(block.drafted))
+        rows = await self._scoring.verify(self._prefix, self._epoch, block, record)
+        record.verified()
+        return _Scored(block, rows, record)
 
     def _accept(self, scored: _Scored) -> _Round:
-        block, length = scored.block, self._prefix.length
+        block, record, length = scored.block, scored.record, self._prefix.length
+        record.accept_began()
         draws = uniforms(self._plan.sampling.seed, length, len(block.drafted) + 1)
         pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
         outcome = accept(block.drafted, scored.rows, pairs, block.look_ahead)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)
-        self._record(block, outcome, len(emitted))
+        self._log(record.accepted(block, outcome, emitted))
         encoded = wire.encode_ids([token.token_id for token in emitted])
         self._drafting.settle(length, outcome.accepted)
         self._scoring.settle(length, outcome.accepted)
         self._prefix.append(encoded)
         self._epoch += 1
-        return _Round(emitted, encoded)
+        return _Round(emitted, encoded, record)
 
-    def _record(self, block: Block, outcome: Outcome, emitted: int) -> None:
-        # What lies past the completion's end was never tried, as far as anyone can see.
-        drafted = len(block.drafted) if emitted == len(outcome.token_ids) else min(len(block.drafted), emitted)
-        accepted = min(outcome.accepted, emitted)
-        self._statistics.round_done(drafted, accepted, outcome.expected_acceptance[:drafted])
+    def _log(self, report: RoundReport) -> None:
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "round: drafted %d, accepted %d, emitted %d",
-                drafted,
-                accepted,
-                emitted,
-                extra={"request_id": self._plan.request_id, "cache_epoch": self._epoch},
+                report.drafted,
+                report.accepted,
+                report.emitted,
+                extra={
+                    "request_id": self._plan.request_id,
+                    "trace_id": self._recorder.trace_id,
+                    "cache_epoch": self._epoch,
+                },
             )
 
     async def _commit(self, finished_round: _Round) -> None:

@@ -16,7 +16,7 @@ from tandem.acceptance import DraftContractError, Drafted, check_drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .prefix import Prefix
-from .statistics import RoundStatistics
+from .recorder import RoundRecorder
 from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -75,26 +75,24 @@ class Drafting:
         sampling: sampling_pb2.Sampling,
         policy: DraftingPolicy,
         vocabulary_size: int,
-        statistics: RoundStatistics,
     ) -> None:
         self._session = WorkerSession(request_id, pool)
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
-        self._statistics = statistics
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
 
-    async def propose(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+    async def propose(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         """Up to gamma tokens that continue the prefix; never raises for a fault of the draft."""
         if gamma == 0:
             return PLAIN
         try:
             self._check_standing()
-            return await self._ask(prefix, epoch, gamma)
+            return await self._ask(prefix, epoch, gamma, record)
         except _Degraded as degraded:
-            self._degrade(degraded, epoch)
+            self._degrade(degraded, epoch, record)
             return PLAIN
 
     def settle(self, prefix_length: int, accepted: int) -> None:
@@ -112,8 +110,8 @@ class Drafting:
             raise _Degraded(self._standing.reason, final=self._standing.final)
         self._standing = None
 
-    def _degrade(self, degraded: _Degraded, epoch: int) -> None:
-        self._statistics.degraded_round(degraded.reason)
+    def _degrade(self, degraded: _Degraded, epoch: int, record: RoundRecorder) -> None:
+        record.degraded(degraded.reason, newly=self._standing is None)
         if self._standing is not None:
             return
         self._standing = degraded
@@ -125,15 +123,15 @@ class Drafting:
             extra={"request_id": self._session.request_id, "cache_epoch": epoch},
         )
 
-    async def _ask(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+    async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         self._collect_late_answer()
         for attempt in (1, 2):
             try:
-                return await self._ask_once(prefix, epoch, gamma)
+                return await self._ask_once(prefix, epoch, gamma, record.traceparent)
             except ItemFailed as failed:
                 self._session.forget()
                 if attempt == 1 and failed.reason in _REBUILD_REASONS:
-                    self._statistics.rebuilds += 1
+                    record.rebuilding("draft", worker_pb2.ErrorReason.Name(failed.reason))
                     continue
                 raise _degraded_by(failed) from failed
             except StreamLost as lost:
@@ -144,7 +142,7 @@ class Drafting:
                 raise _Degraded("draft_invalid", str(lie)) from lie
         raise AssertionError("the second attempt returns or raises")
 
-    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int) -> Block:
+    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, traceparent: str) -> Block:
         replica = self._session.seat()
         if replica is None or replica.info is None:
             raise _Degraded("draft_unavailable", "no draft replica is connected")
@@ -160,6 +158,7 @@ class Drafting:
             sampling=None if opened else self._sampling,
             num_speculative_tokens=gamma,
             look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
+            traceparent=traceparent,
         )
         answer = replica.submit(item)
         done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)

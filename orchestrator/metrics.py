@@ -1,61 +1,201 @@
-"""Prometheus metrics of the orchestrator, under the names that vLLM gave them where it has one."""
+"""Prometheus metrics of the orchestrator, under the names that vLLM gave them where it has one.
+
+Updated as a request goes, round by round. Children of labels are looked up once, since a round has little time to spare.
+docs/observability.md has the definitions.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from .statistics import RoundStatistics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from tandem.acceptance import TokenKind
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .session_store import StoreError
+    from .worker_stream import ReplicaPool
+
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_GAMMAS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+
+ROUND_OUTCOMES = ("plain", "degraded", "rejected", "accepted")
+DEGRADED_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_context", "draft_refused")
+ROLES = ("draft", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A round whose tokens are committed, counted up to the end of the completion where that lies in it."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+    last_kind: TokenKind
+    expected_accepted: float
+    degraded_reason: str
+
+    @property
+    def outcome(self) -> str:
+        """One of ROUND_OUTCOMES."""
+        if self.drafted:
+            return "accepted" if self.accepted == self.drafted else "rejected"
+        return "degraded" if self.degraded_reason else "plain"
 
 
 class Metrics:
     """One set of metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._requests = Counter("tandem_requests", "Requests by outcome", ["outcome"], registry=registry)
+        self._make_token_counters(registry)
+        self._make_round_counters(registry)
+        self._make_times(registry)
+
+    def _make_token_counters(self, registry: CollectorRegistry) -> None:
+        self._prompt_tokens = Counter("tandem_prompt_tokens", "Tokens of accepted prompts", registry=registry)
+        self._generation_tokens = Counter("tandem_generation_tokens", "Committed tokens", registry=registry)
+        emitted = Counter("tandem_emitted_tokens", "Committed tokens by their kind", ["kind"], registry=registry)
+        self._emitted = {kind: emitted.labels(kind=kind.name.lower()) for kind in TokenKind}
         self._drafts = Counter("tandem_spec_decode_num_drafts", "Rounds that had a block", registry=registry)
         self._draft_tokens = Counter("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry=registry)
         self._accepted = Counter(
             "tandem_spec_decode_num_accepted_tokens", "Draft tokens that became output", registry=registry
         )
-        self._accepted_per_position = Counter(
+        self._per_position = Counter(
             "tandem_spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that became output, by position in the block",
             ["position"],
             registry=registry,
         )
-        self._rounds = Counter("tandem_rounds", "Rounds: one pass of the target each", registry=registry)
-        self._degraded = Counter(
+        self._positions = [self._per_position.labels(position="0")]
+        self._expected = Counter(
+            "tandem_expected_accepted_tokens",
+            "Sum of min(p, q) over the draft positions reached: what the accepted tokens are expected to be",
+            registry=registry,
+        )
+
+    def _make_round_counters(self, registry: CollectorRegistry) -> None:
+        rounds = Counter("tandem_rounds", "Committed rounds by outcome", ["outcome"], registry=registry)
+        self._rounds = {outcome: rounds.labels(outcome=outcome) for outcome in ROUND_OUTCOMES}
+        degraded = Counter(
             "tandem_degraded_rounds",
             "Rounds decoded plainly although a block was wanted",
             ["reason"],
             registry=registry,
         )
-        self._rebuilds = Counter("tandem_cache_rebuilds", "Caches rebuilt from the tokens so far", registry=registry)
-        self._first_token = Histogram(
-            "tandem_time_to_first_token_seconds",
-            "From the call to the first token",
-            buckets=_SECONDS,
+        self._degraded = {reason: degraded.labels(reason=reason) for reason in DEGRADED_REASONS}
+        rebuilds = Counter(
+            "tandem_cache_rebuilds", "Caches rebuilt from the tokens so far", ["role"], registry=registry
+        )
+        self._rebuilds = {role: rebuilds.labels(role=role) for role in ROLES}
+        self._rescored = Counter(
+            "tandem_rounds_rescored", "Rounds that the target had to score again", registry=registry
+        )
+        self._gamma = Histogram(
+            "tandem_num_speculative_tokens",
+            "Draft tokens of a round, 0 for one without a block",
+            buckets=_GAMMAS,
             registry=registry,
         )
 
-    def request_failed(self, code: str) -> None:
-        """Counts a request that ended with a status other than OK."""
-        self._requests.labels(outcome=code).inc()
+    def _make_times(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(f"tandem_{name}_seconds", text, buckets=tuple(buckets), registry=registry)
 
-    def request_done(self, statistics: RoundStatistics, finished: bool) -> None:
-        """Adds a request's rounds, whether it came to its end or not."""
-        if finished:
-            self._requests.labels(outcome="OK").inc()
-        self._rounds.inc(statistics.rounds)
-        self._drafts.inc(statistics.drafted_rounds)
-        self._draft_tokens.inc(statistics.drafted)
-        self._accepted.inc(statistics.accepted)
-        for position, count in enumerate(statistics.accepted_per_position):
-            self._accepted_per_position.labels(position=str(position)).inc(count)
-        for reason, count in statistics.degraded.items():
-            self._degraded.labels(reason=reason).inc(count)
-        self._rebuilds.inc(statistics.rebuilds)
-        if statistics.first_token is not None:
-            self._first_token.observe(statistics.time_to_first_token)
+        self.queue_time = histogram("request_queue_time", "From the call to a place among those running", _LONG)
+        self.first_token = histogram("time_to_first_token", "From the call to the commit of the first token", _LONG)
+        self.inter_token = histogram(
+            "inter_token_latency", "Time since the tokens before, shared out over the tokens of a round", _SHORT
+        )
+        self._e2e = histogram("e2e_request_latency", "From the call to the end of its stream", _LONG)
+        self.propose = histogram("propose", "A round's wait for the draft", _SHORT)
+        self.verify = histogram("verify", "A round's wait for the target", _LONG)
+
+    def observe_runtime(self, runtime: Runtime) -> None:
+        """Adds the levels that are read when asked for."""
+        running = Gauge("tandem_num_requests_running", "Requests being decoded", registry=self._registry)
+        running.set_function(lambda: runtime.admission.running)
+        waiting = Gauge("tandem_num_requests_waiting", "Requests waiting for a place", registry=self._registry)
+        waiting.set_function(lambda: runtime.admission.waiting)
+        ready = Gauge("tandem_replicas_ready", "Connected, compatible workers", ["role"], registry=self._registry)
+        for role, pool in (("draft", runtime.drafts), ("target", runtime.targets)):
+            ready.labels(role=role).set_function(partial(_ready_replicas, pool))
+
+    def request_planned(self, prompt_tokens: int) -> None:
+        """A request was found to be good."""
+        self._prompt_tokens.inc(prompt_tokens)
+
+    def request_ended(self, status: str, seconds: float) -> None:
+        """A request ended with a gRPC status."""
+        self._requests.labels(outcome=status).inc()
+        if status == "OK":
+            self._e2e.observe(seconds)
+
+    def round_committed(self, report: RoundReport) -> None:
+        """The tokens of a round have become output."""
+        self._rounds[report.outcome].inc()
+        self._gamma.observe(report.drafted)
+        self._generation_tokens.inc(report.emitted)
+        self._emitted[TokenKind.ACCEPTED].inc(report.accepted)
+        if report.last_kind is not TokenKind.ACCEPTED:
+            self._emitted[report.last_kind].inc()
+        if report.drafted:
+            self._drafts.inc()
+            self._draft_tokens.inc(report.drafted)
+            self._accepted.inc(report.accepted)
+            self._expected.inc(report.expected_accepted)
+            self._count_positions(report.accepted)
+        if report.degraded_reason:
+            self._degraded[report.degraded_reason].inc()
+
+    def _count_positions(self, accepted: int) -> None:
+        while len(self._positions) < accepted:
+            self._positions.append(self._per_position.labels(position=str(len(self._positions))))
+        for child in self._positions[:accepted]:
+            child.inc()
+
+    def rebuilt(self, role: str) -> None:
+        """A cache of a worker is filled again from the tokens so far."""
+        self._rebuilds[role].inc()
+
+    def rescored(self) -> None:
+        """The target is asked again for a round."""
+        self._rescored.inc()
+
+
+class StoreMetrics:
+    """The StoreObserver that feeds Prometheus."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._commit = Histogram(
+            "tandem_commit_seconds", "A successful commit, retries included", buckets=_SHORT, registry=registry
+        )
+        self._retries = Counter(
+            "tandem_store_retries", "Exchanges with the store that were repeated", registry=registry
+        )
+        self._refusals = Counter(
+            "tandem_store_refusals", "Calls of the store that failed, by error", ["error"], registry=registry
+        )
+
+    def committed(self, seconds: float) -> None:
+        """Observes."""
+        self._commit.observe(seconds)
+
+    def retried(self, problem: str) -> None:  # noqa: ARG002 - a label of free text has no bound
+        """Counts."""
+        self._retries.inc()
+
+    def refused(self, error: StoreError) -> None:
+        """Counts by class: EpochConflict, FencedOff, StateLost, StoreFull, StoreUnavailable, AlreadyExists."""
+        self._refusals.labels(error=type(error).__name__).inc()
+
+
+def _ready_replicas(pool: ReplicaPool[Any, Any]) -> int:
+    return sum(replica.ready for replica in pool.replicas)

@@ -20,7 +20,7 @@ from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 from .drafting import Block
 from .errors import RequestFailed, Unavailable
 from .prefix import Prefix
-from .statistics import RoundStatistics
+from .recorder import RoundRecorder
 from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -72,23 +72,21 @@ class Scoring:
         sampling: sampling_pb2.Sampling,
         policy: ScoringPolicy,
         vocabulary_size: int,
-        statistics: RoundStatistics,
     ) -> None:
         self._session = WorkerSession(request_id, pool)
         self._pool = pool
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
-        self._statistics = statistics
 
-    async def verify(self, prefix: Prefix, epoch: int, block: Block) -> list[TargetRow]:
+    async def verify(self, prefix: Prefix, epoch: int, block: Block, record: RoundRecorder) -> list[TargetRow]:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
         give_up_at = time.monotonic() + self._policy.retry
         pause = FIRST_PAUSE_SECONDS
         while True:
             had_cache = self._session.opened
             try:
-                return await self._verify_once(prefix, epoch, block)
+                return await self._verify_once(prefix, epoch, block, record.traceparent)
             except ItemFailed as failed:
                 if failed.reason in _HOPELESS_REASONS:
                     raise RequestFailed(f"the target refused the round: {failed}", "TARGET_REFUSED") from failed
@@ -100,7 +98,8 @@ class Scoring:
                 fault = error
             self._session.forget()
             if had_cache:
-                self._statistics.rebuilds += 1
+                record.rebuilding("target", _reason(fault))
+            record.rescoring(_reason(fault))
             self._log_retry(fault, epoch)
             await self._pause(pause, give_up_at, fault)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -132,7 +131,7 @@ class Scoring:
         else:
             await self._pool.wait_for_change(left)
 
-    async def _verify_once(self, prefix: Prefix, epoch: int, block: Block) -> list[TargetRow]:
+    async def _verify_once(self, prefix: Prefix, epoch: int, block: Block, traceparent: str) -> list[TargetRow]:
         replica = self._session.seat()
         if replica is None:
             raise StreamLost("no target replica is connected")
@@ -146,6 +145,7 @@ class Scoring:
             sampling=None if self._session.opened else self._sampling,
             draft_token_ids=wire.encode_ids([drafted.token_id for drafted in block.drafted]),
             support_ids=[ids.tobytes() for ids in supports],
+            traceparent=traceparent,
         )
         answer = replica.submit(item)
         done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)
@@ -173,3 +173,10 @@ class Scoring:
         if row.outside_mass > 0.0 and row.outside_token_id >= self._vocabulary_size:
             raise TargetContractError("a token outside of the vocabulary")
         return TargetRow(p, row.outside_mass, row.outside_token_id)
+
+
+def _reason(fault: Exception) -> str:
+    """A fault in one word, out of a bounded set."""
+    if isinstance(fault, ItemFailed):
+        return worker_pb2.ErrorReason.Name(fault.reason)
+    return type(fault).__name__

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
-from .completion import Completion, EmittedToken
+from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
 from .errors import Aborted, AlreadyRunning, Context, Overloaded, RequestFailed, Unavailable, abort
-from .metrics import Metrics
+from .recorder import Recorders, RequestRecorder
 from .request import GenerationPlan, plan_generation
 from .runtime import Runtime
 from .scoring import Scoring
@@ -31,41 +31,49 @@ RETRY_AFTER_SECONDS = 2.0
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Serves OrchestratorService."""
 
-    def __init__(self, runtime: Runtime, metrics: Metrics) -> None:
+    def __init__(self, runtime: Runtime, recorders: Recorders) -> None:
         self._runtime = runtime
-        self._metrics = metrics
+        self._recorders = recorders
 
     async def Generate(  # type: ignore[override]
         self, request: api.GenerateRequest, context: Context
     ) -> None:
         """See proto/tandem/v1/orchestrator.proto."""
+        recorder = self._recorders.begin(request.request_id, context.invocation_metadata() or (), _operation(request))
+        status, detail, finish = "UNKNOWN", "", None
         try:
-            await self._generate(request, context)
+            finish = await self._generate(request, context, recorder)
+            status = "OK"
         except RequestFailed as failure:
-            self._metrics.request_failed(failure.code.name)
-            log.info("%s: %s", failure.code.name, failure, extra={"request_id": request.request_id})
+            status, detail = failure.code.name, str(failure)
             await abort(context, failure)
+        except asyncio.CancelledError:
+            status = _cancelled_status(context.time_remaining())
+            raise
+        finally:
+            recorder.end(status, detail, finish)
 
-    async def _generate(self, request: api.GenerateRequest, context: Context) -> None:
+    async def _generate(
+        self, request: api.GenerateRequest, context: Context, recorder: RequestRecorder
+    ) -> FinishReason | None:
         limits = self._runtime.limits()
         plan = await plan_generation(request, self._runtime.vocabulary, limits)
-        statistics = RoundStatistics()
+        recorder.planned(plan, self._runtime.target_model())
+        completion = Completion(plan, self._runtime.vocabulary.decode)
         async with self._runtime.admission.place():
+            recorder.admitted()
             ownership = await self._create(plan, request)
-            finished = False
             try:
-                async with aclosing(self._responses(plan, ownership, statistics)) as responses:
+                async with aclosing(self._responses(plan, completion, ownership, recorder)) as responses:
                     async for response in responses:
                         await self._write(context, response)
-                finished = True
             except _STORE_FAULTS as fault:
                 raise _as_failure(fault) from fault
             except asyncio.CancelledError:
                 # The caller is gone for good: it cancelled, or its deadline passed.
                 await asyncio.shield(self._forget(ownership))
                 raise
-            finally:
-                self._finish_log(plan, statistics, finished)
+        return completion.finish_reason
 
     async def _create(self, plan: GenerationPlan, request: api.GenerateRequest) -> Ownership:
         encoded = request.SerializeToString(deterministic=True)
@@ -80,14 +88,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise _as_failure(fault) from fault
 
     async def _responses(
-        self, plan: GenerationPlan, ownership: Ownership, statistics: RoundStatistics
+        self, plan: GenerationPlan, completion: Completion, ownership: Ownership, recorder: RequestRecorder
     ) -> AsyncGenerator[api.GenerateResponse]:
         runtime = self._runtime
-        completion = Completion(plan, runtime.vocabulary.decode)
         size = runtime.limits().vocabulary_size
-        drafting = Drafting(plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, statistics)
-        scoring = Scoring(plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, statistics)
-        decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, statistics)
+        drafting = Drafting(plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size)
+        scoring = Scoring(plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size)
+        decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, recorder)
         start: api.GenerationStart | None = _start(plan, runtime.target_model())
         try:
             async with aclosing(decoder.rounds()) as rounds:
@@ -95,7 +102,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                     response = _response(emitted, start)
                     start = None
                     if completion.finish_reason is not None:
-                        response.finish.CopyFrom(_finish(plan, completion, statistics))
+                        response.finish.CopyFrom(_finish(plan, completion, recorder.statistics))
                         await runtime.store.finish(ownership, decoder.epoch, response.finish.SerializeToString())
                     yield response
         finally:
@@ -115,18 +122,6 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         except _STORE_FAULTS as fault:
             log.warning("state is left to expire: %s", fault, extra={"request_id": ownership.request_id})
 
-    def _finish_log(self, plan: GenerationPlan, statistics: RoundStatistics, finished: bool) -> None:
-        self._metrics.request_done(statistics, finished)
-        log.info(
-            "%s: %d rounds, %d drafted, %d accepted, %.3f s",
-            "finished" if finished else "ended early",
-            statistics.rounds,
-            statistics.drafted,
-            statistics.accepted,
-            time.monotonic() - statistics.started,
-            extra={"request_id": plan.request_id, "degraded": dict(statistics.degraded)},
-        )
-
 
 _STORE_FAULTS = (FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable)
 
@@ -139,6 +134,15 @@ def _as_failure(fault: Exception) -> RequestFailed:
     if isinstance(fault, StoreUnavailable):
         return Unavailable("the store is not available", "STORE_UNAVAILABLE", RETRY_AFTER_SECONDS)
     return Unavailable("the request's state was lost in the store", "STATE_LOST", RETRY_AFTER_SECONDS)
+
+
+def _operation(request: api.GenerateRequest) -> str:
+    return "chat" if request.WhichOneof("prompt") == "messages" else "text_completion"
+
+
+def _cancelled_status(seconds_left: float | None) -> str:
+    """By the caller, or by its deadline: gRPC doesn't say, but the clock does."""
+    return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= 0 else "CANCELLED"
 
 
 def _start(plan: GenerationPlan, model: str) -> api.GenerationStart:

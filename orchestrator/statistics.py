@@ -20,6 +20,7 @@ class RoundStatistics:
     expected_accepted: float = 0.0
     degraded: dict[str, int] = field(default_factory=dict)
     rebuilds: int = 0
+    completion_tokens: int = 0
 
     def round_done(self, drafted: int, accepted: int, expected_acceptance: Sequence[float]) -> None:
         """Records a round of `drafted` tokens of which the first `accepted` stand."""
@@ -39,8 +40,9 @@ class RoundStatistics:
         """Records that a round went on without the block it wanted."""
         self.degraded[reason] = self.degraded.get(reason, 0) + 1
 
-    def tokens_emitted(self) -> None:
-        """Notes the time of the first tokens."""
+    def committed(self, tokens: int) -> None:
+        """Counts committed tokens, and notes the time of the first."""
+        self.completion_tokens += tokens
         if self.first_token is None:
             self.first_token = time.monotonic()
 

@@ -11,7 +11,24 @@ import sys
 import time
 from typing import Any
 
-FIELDS = ("request_id", "cache_epoch")
+REQUEST_FIELDS = (
+    "status",
+    "error",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "rounds",
+    "draft_tokens",
+    "accepted_tokens",
+    "expected_accepted_tokens",
+    "rebuilds",
+    "degraded",
+    "queue_seconds",
+    "time_to_first_token_seconds",
+    "total_seconds",
+)
+"""Of the one line at the end of a request."""
+FIELDS = ("request_id", "trace_id", "cache_epoch", *REQUEST_FIELDS)
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS = ("text", "json")
 

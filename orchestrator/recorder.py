@@ -1,0 +1,203 @@
+"""What is observed of one request, in one place: its statistics, the metrics, its trace, and its line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tandem.acceptance import Outcome
+from tandem.tracing import Tracing
+
+from .completion import EmittedToken, FinishReason
+from .metrics import Metrics, RoundReport
+from .request import GenerationPlan
+from .statistics import RoundStatistics
+
+if TYPE_CHECKING:
+    from .drafting import Block
+    from .request_trace import RequestTrace, RoundTrace
+
+log = logging.getLogger(__name__)
+
+
+class Recorders:
+    """Makes the recorder of each request."""
+
+    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+
+    def begin(self, request_id: str, metadata: Iterable[tuple[str, str | bytes]], operation: str) -> RequestRecorder:
+        """A call arrived; `metadata` may continue the caller's trace."""
+        if self._tracing is None:
+            return RequestRecorder(request_id, self._metrics, None)
+        from .request_trace import RequestTrace
+
+        return RequestRecorder(request_id, self._metrics, RequestTrace(self._tracing, metadata, operation))
+
+
+class RequestRecorder:
+    """One request. `end` must be called once, whatever happens."""
+
+    def __init__(self, request_id: str, metrics: Metrics, trace: RequestTrace | None) -> None:
+        self.statistics = RoundStatistics()
+        self.metrics = metrics
+        self.trace = trace if trace is not None and trace.recording else None
+        self.trace_id = trace.trace_id if trace is not None else None
+        self.request_id = request_id
+        self._root = trace
+        self._prompt_tokens = 0
+        self._queue_seconds: float | None = None
+        self._last_commit: float | None = None
+
+    def planned(self, plan: GenerationPlan, model: str) -> None:
+        """The request is good."""
+        self.request_id = plan.request_id
+        self._prompt_tokens = plan.prompt_tokens
+        self.metrics.request_planned(plan.prompt_tokens)
+        if self.trace is not None:
+            self.trace.planned(plan, model)
+
+    def admitted(self) -> None:
+        """The request has a place among those running."""
+        self._queue_seconds = time.monotonic() - self.statistics.started
+        self.metrics.queue_time.observe(self._queue_seconds)
+        if self.trace is not None:
+            self.trace.admitted(self._queue_seconds)
+
+    def begin_round(self, epoch: int) -> RoundRecorder:
+        """A round is about to ask for its proposal."""
+        return RoundRecorder(self, self.trace.begin_round(epoch, epoch) if self.trace is not None else None)
+
+    def committed(self, report: RoundReport) -> None:
+        """The tokens of a round are real now."""
+        now, before = time.monotonic(), self._last_commit
+        self._last_commit = now
+        self.statistics.committed(report.emitted)
+        self.metrics.round_committed(report)
+        if before is not None:
+            for _ in range(report.emitted):
+                self.metrics.inter_token.observe((now - before) / report.emitted)
+            return
+        self.metrics.first_token.observe(self.statistics.time_to_first_token)
+        if self.trace is not None:
+            self.trace.first_token()
+
+    def end(self, status: str, detail: str, finish: FinishReason | None) -> None:
+        """The call is over, with this gRPC status."""
+        seconds = time.monotonic() - self.statistics.started
+        reason = finish.name.lower() if finish is not None and status == "OK" else ""
+        self.metrics.request_ended(status, seconds)
+        if self._root is not None:
+            self._root.end(status, detail, self.statistics.completion_tokens, reason)
+        self._write_line(status, detail, reason, seconds)
+
+    def _write_line(self, status: str, detail: str, reason: str, seconds: float) -> None:
+        statistics = self.statistics
+        fields = {
+            "request_id": self.request_id or None,
+            "trace_id": self.trace_id,
+            "status": status,
+            "error": detail or None,
+            "finish_reason": reason or None,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": statistics.completion_tokens,
+            "rounds": statistics.rounds,
+            "draft_tokens": statistics.drafted,
+            "accepted_tokens": statistics.accepted,
+            "expected_accepted_tokens": round(statistics.expected_accepted, 3),
+            "rebuilds": statistics.rebuilds or None,
+            "degraded": dict(statistics.degraded) or None,
+            "queue_seconds": _rounded(self._queue_seconds),
+            "time_to_first_token_seconds": _rounded(statistics.time_to_first_token or None),
+            "total_seconds": _rounded(seconds),
+        }
+        log.info("request ended", extra=fields)
+
+
+class RoundRecorder:
+    """One round, from its proposal to its commit."""
+
+    __slots__ = ("_asked", "_degraded_reason", "_report", "_request", "_trace")
+
+    def __init__(self, request: RequestRecorder, trace: RoundTrace | None) -> None:
+        self._request = request
+        self._trace = trace
+        self._asked = time.monotonic()
+        self._degraded_reason = ""
+        self._report: RoundReport | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """What goes to the workers with the round's items; empty where there is no trace."""
+        return self._trace.traceparent if self._trace is not None else ""
+
+    def degraded(self, reason: str, *, newly: bool) -> None:
+        """A block was wanted and there is none."""
+        self._degraded_reason = reason
+        self._request.statistics.degraded_round(reason)
+        if newly and self._trace is not None:
+            self._trace.event("tandem.fallback", reason=reason)
+
+    def rebuilding(self, role: str, reason: str) -> None:
+        """The worker's cache is not what it should be, and is filled again."""
+        self._request.statistics.rebuilds += 1
+        self._request.metrics.rebuilt(role)
+        if self._trace is not None:
+            self._trace.event("tandem.rebuild", role=role, reason=reason)
+
+    def rescoring(self, reason: str) -> None:
+        """The target is asked again."""
+        self._request.metrics.rescored()
+        if self._trace is not None:
+            self._trace.event("tandem.retry", role="target", reason=reason)
+
+    def proposed(self, drafted: int) -> None:
+        """The draft has answered, or was given up; nothing to note where it was not asked."""
+        now = time.monotonic()
+        if drafted or self._degraded_reason:
+            self._request.metrics.propose.observe(now - self._asked)
+        self._asked = now
+
+    def verified(self) -> None:
+        """The target has answered."""
+        self._request.metrics.verify.observe(time.monotonic() - self._asked)
+
+    def accept_began(self) -> None:
+        """The rule is about to be applied."""
+        if self._trace is not None:
+            self._trace.accept_began()
+
+    def accepted(self, block: Block, outcome: Outcome, emitted: Sequence[EmittedToken]) -> RoundReport:
+        """The rule was applied, and the completion took this much of what it gave."""
+        # What lies past the completion's end was never tried, as far as anyone can see.
+        count = len(emitted)
+        drafted = len(block.drafted) if count == len(outcome.token_ids) else min(len(block.drafted), count)
+        expected = outcome.expected_acceptance[:drafted]
+        report = RoundReport(
+            drafted=drafted,
+            accepted=min(outcome.accepted, count),
+            emitted=count,
+            last_kind=emitted[-1].kind,
+            expected_accepted=sum(expected),
+            degraded_reason=self._degraded_reason,
+        )
+        self._request.statistics.round_done(report.drafted, report.accepted, expected)
+        if self._trace is not None:
+            self._trace.accepted(report)
+        self._report = report
+        return report
+
+    def committed(self) -> None:
+        """The round's tokens are committed: it is over."""
+        if self._report is None:
+            raise AssertionError("a round is committed after its acceptance")
+        self._request.committed(self._report)
+        if self._trace is not None:
+            self._trace.committed(self._report.emitted)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return round(seconds, 4) if seconds is not None else None

@@ -1,0 +1,150 @@
+"""A request's trace: its root span, one span per round, and the spans and events below those.
+
+docs/trace-schema.json is the source of truth for names and attributes. Neither text nor ids of tokens get here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from tandem.tracing import TRACEPARENT, TRACESTATE, Tracing, context_from, context_of, trace_id_of, traceparent_of
+
+from .metrics import RoundReport
+from .request import GenerationPlan
+
+_SERVER_FAULTS = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "RESOURCE_EXHAUSTED"}
+)
+"""Statuses that are no fault of the caller; a cancelled request is no error."""
+_MAX_INT = 2**63 - 1
+
+
+class RequestTrace:
+    """A request that is sampled."""
+
+    def __init__(self, tracing: Tracing, metadata: Iterable[tuple[str, str | bytes]], operation: str) -> None:
+        self._tracing = tracing
+        self._span = tracing.start_span(
+            "generate", SpanKind.SERVER, _caller(metadata), {"gen_ai.operation.name": operation}
+        )
+        self._context = context_of(self._span)
+        self._open: set[RoundTrace] = set()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the sampler took it."""
+        return self._span.is_recording()
+
+    @property
+    def trace_id(self) -> str:
+        """For logs; valid even where the trace is not sampled."""
+        return trace_id_of(self._span)
+
+    def planned(self, plan: GenerationPlan, model: str) -> None:
+        """The request's parameters, defaults resolved."""
+        sampling = plan.sampling
+        attributes: dict[str, str | int | float] = {
+            "tandem.request_id": plan.request_id,
+            "tandem.seed": str(sampling.seed),
+            "tandem.num_speculative_tokens": plan.num_speculative_tokens,
+            "gen_ai.request.model": model,
+            "gen_ai.request.max_tokens": plan.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.usage.input_tokens": plan.prompt_tokens,
+        }
+        if sampling.seed <= _MAX_INT:
+            attributes["gen_ai.request.seed"] = sampling.seed
+        self._span.set_attributes(attributes)
+
+    def admitted(self, queue_seconds: float) -> None:
+        """The request has a place among those running."""
+        self._span.set_attribute("tandem.queue_seconds", queue_seconds)
+
+    def first_token(self) -> None:
+        """The first tokens are committed."""
+        self._span.add_event("tandem.first_token")
+
+    def begin_round(self, index: int, epoch: int) -> RoundTrace:
+        """A round starts; it ends by itself, or with the request."""
+        opened = RoundTrace(self, index, epoch)
+        self._open.add(opened)
+        return opened
+
+    def end(self, status: str, detail: str, completion_tokens: int, finish_reason: str) -> None:
+        """Ends the rounds that are still open, then the request."""
+        for opened in list(self._open):
+            opened.abandoned()
+        self._span.set_attributes({"tandem.status": status, "gen_ai.usage.output_tokens": completion_tokens})
+        if finish_reason:
+            self._span.set_attribute("gen_ai.response.finish_reasons", (finish_reason,))
+        if status in _SERVER_FAULTS:
+            self._span.set_status(Status(StatusCode.ERROR, detail))
+        if status != "OK":
+            self._span.set_attribute("error.type", status)
+        self._span.end()
+
+
+class RoundTrace:
+    """One round: open from its proposal to its commit, beside the end of the round before it."""
+
+    def __init__(self, request: RequestTrace, index: int, epoch: int) -> None:
+        self._request = request
+        self._tracing = request._tracing
+        self._span = self._tracing.start_span(
+            "tandem.round", SpanKind.INTERNAL, request._context, {"tandem.round": index, "tandem.epoch": epoch}
+        )
+        self.traceparent = traceparent_of(self._span)
+        self._began_ns: int | None = None
+
+    def event(self, name: str, **attributes: str) -> None:
+        """Something out of the ordinary."""
+        self._span.add_event(name, {f"tandem.{key}": value for key, value in attributes.items()})
+
+    def accept_began(self) -> None:
+        """Proposal and target rows are there."""
+        self._began_ns = time.time_ns()
+
+    def accepted(self, report: RoundReport) -> None:
+        """The rule has been applied; the commit begins."""
+        self._child("tandem.accept", {"tandem.accepted": report.accepted})
+        attributes: dict[str, str | int | float] = {
+            "tandem.gamma": report.drafted,
+            "tandem.accepted": report.accepted,
+            "tandem.emitted": report.emitted,
+            "tandem.expected_acceptance": report.expected_accepted,
+        }
+        if report.degraded_reason:
+            attributes["tandem.degraded_reason"] = report.degraded_reason
+        self._span.set_attributes(attributes)
+        self._began_ns = time.time_ns()
+
+    def committed(self, emitted: int) -> None:
+        """Ends the round."""
+        self._child("tandem.commit", {"tandem.emitted": emitted})
+        self._end("committed")
+
+    def abandoned(self) -> None:
+        """Ends a round whose tokens were not committed, as far as is known."""
+        self._end("abandoned")
+
+    def _child(self, name: str, attributes: dict[str, int]) -> None:
+        # Made when it is over, so that it can't be left open.
+        self._tracing.start_span(name, SpanKind.INTERNAL, context_of(self._span), attributes, self._began_ns).end()
+        self._began_ns = None
+
+    def _end(self, outcome: str) -> None:
+        if self in self._request._open:
+            self._request._open.discard(self)
+            self._span.set_attribute("tandem.outcome", outcome)
+            self._span.end()
+
+
+def _caller(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
+    sent = {key: value for key, value in metadata if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)}
+    return context_from(sent.get(TRACEPARENT, ""), sent.get(TRACESTATE, ""))
