@@ -87,7 +87,7 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="default: a question that the demo's model can answer")
     _add_up(parser)
-    _add_sampling(parser, temperature=0.0, max_tokens=128)
+    _add_sampling(parser, temperature=0.0, max_tokens=96)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
