@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 CLOSE_SECONDS = 1.0
+MAX_REQUEST_BYTES = 8 << 20
+"""Room for the longest prompt at four bytes a character, and the rest of a request."""
 
 
 def main() -> int:
@@ -43,7 +45,9 @@ def main() -> int:
 
 async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary) -> int:
     """Serves until SIGTERM or SIGINT, then drains; returns the exit status."""
-    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
+    server = grpc.aio.server(
+        options=(*grpc_server.SERVER_OPTIONS, ("grpc.max_receive_message_length", MAX_REQUEST_BYTES))
+    )
     health = grpc_server.HealthSwitch(SERVICE)
     await health.attach(server)
     grpc_server.add_reflection(server, SERVICE)

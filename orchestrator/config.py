@@ -74,6 +74,14 @@ class OrchestratorConfig:
         check=lambda value: value >= 1,
         expected="at least 1",
     )
+    max_prompt_characters: int = setting(
+        "TANDEM_MAX_PROMPT_CHARACTERS",
+        1_000_000,
+        help="longest prompt that is encoded at all",
+        parse=int,
+        check=lambda value: value >= 1,
+        expected="at least 1",
+    )
     max_running_requests: int = setting(
         "TANDEM_MAX_RUNNING_REQUESTS",
         32,

@@ -38,6 +38,7 @@ class Limits:
     context_length: int
     vocabulary_size: int
     max_tokens: int
+    max_prompt_characters: int
     max_speculative_tokens: int
     default_speculative_tokens: int
     end_token_ids: frozenset[int]
@@ -66,6 +67,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
     request_id = _request_id(request)
     _check_numbers(request, limits)
     _check_stops(request, limits)
+    _check_prompt_size(request, limits)
     prompt = await _encode_prompt(request, vocabulary)
     if not prompt:
         raise InvalidArgument("prompt", "is empty, and the model has no token to start from")
@@ -130,6 +132,16 @@ def _check_stops(request: api.GenerateRequest, limits: Limits) -> None:
         raise InvalidArgument("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     if any(token_id >= limits.vocabulary_size for token_id in request.stop_token_ids):
         raise InvalidArgument("stop_token_ids", f"ids must be below the vocabulary's {limits.vocabulary_size}")
+
+
+def _check_prompt_size(request: api.GenerateRequest, limits: Limits) -> None:
+    """Encoding takes time that grows with the text, so the text is measured first."""
+    if len(request.text) > limits.max_prompt_characters:
+        raise InvalidArgument("text", f"has more than {limits.max_prompt_characters} characters")
+    if sum(len(message.content) for message in request.messages.messages) > limits.max_prompt_characters:
+        raise InvalidArgument("messages", f"have more than {limits.max_prompt_characters} characters")
+    if len(request.token_ids.ids) >= limits.context_length:
+        raise InvalidArgument("token_ids", f"fill the context of {limits.context_length}")
 
 
 async def _encode_prompt(request: api.GenerateRequest, vocabulary: Vocabulary) -> Sequence[int]:

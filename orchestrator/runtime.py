@@ -51,6 +51,7 @@ class Runtime:
             context_length=min(info.context_length for info in infos),
             vocabulary_size=min(info.vocabulary_size for info in infos),
             max_tokens=self._config.max_tokens,
+            max_prompt_characters=self._config.max_prompt_characters,
             max_speculative_tokens=min(
                 self._config.max_speculative_tokens, *(info.max_speculative_tokens for info in infos)
             ),
