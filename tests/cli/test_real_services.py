@@ -23,7 +23,7 @@ def test_demo(real):
     code, out, err = real.run("demo", "--raw", "--max-tokens=40", "--ignore-eos", "def main(")
     assert (code, err) == (0, "")
     assert "both texts are equal, token for token" in out
-    assert "acceptance at position 3" in out
+    assert "acceptance at position 2" in out
     assert real.listening() == set()
 
 
