@@ -10,6 +10,8 @@ from collections.abc import Callable
 from draft_service import servicer
 from draft_service.config import DraftConfig
 from tandem import config, grpc_server, telemetry
+from tandem.engine.item_spans import SpanVocabulary
+from tandem.engine.observer import WorkerObserver
 from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
 
 
@@ -53,7 +55,14 @@ def main() -> int:
         add_servicer=servicer.add_to_server,
         load=load,
     )
-    return grpc_server.run(serve(settings, spec))
+    observer = WorkerObserver(
+        "draft",
+        SpanVocabulary("draft.propose", "tandem.proposed_tokens"),
+        os.environ,
+        settings.metrics_listen,
+        "TANDEM_DRAFT_METRICS_LISTEN",
+    )
+    return grpc_server.run(serve(settings, spec, observer))
 
 
 if __name__ == "__main__":

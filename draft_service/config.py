@@ -21,6 +21,13 @@ class DraftConfig:
     listen: str = setting(
         "TANDEM_DRAFT_LISTEN", "127.0.0.1:50052", help="host:port to listen on; port 0 takes a free one"
     )
+    metrics_listen: str = setting(
+        "TANDEM_DRAFT_METRICS_LISTEN",
+        "",
+        help="host:port for Prometheus; empty: no metrics endpoint",
+        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        expected="host:port",
+    )
     model: str = setting("TANDEM_DRAFT_MODEL", help="name on the hub, or folder, of the draft model", check=bool)
     revision: str = setting("TANDEM_DRAFT_REVISION", "main", help="branch, tag or commit of the model on the hub")
     device: str = setting("TANDEM_DRAFT_DEVICE", "auto", help="cpu, cuda, cuda:1, ...; auto: cuda if there, else cpu")

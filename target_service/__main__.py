@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 
 from tandem import config, grpc_server, telemetry
+from tandem.engine.item_spans import SpanVocabulary
+from tandem.engine.observer import WorkerObserver
 from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
 from target_service import servicer
 from target_service.config import TargetConfig
@@ -53,7 +55,14 @@ def main() -> int:
         add_servicer=servicer.add_to_server,
         load=load,
     )
-    return grpc_server.run(serve(settings, spec))
+    observer = WorkerObserver(
+        "target",
+        SpanVocabulary("target.verify", "tandem.target_rows"),
+        os.environ,
+        settings.metrics_listen,
+        "TANDEM_TARGET_METRICS_LISTEN",
+    )
+    return grpc_server.run(serve(settings, spec, observer))
 
 
 if __name__ == "__main__":

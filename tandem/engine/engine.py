@@ -150,6 +150,7 @@ class Engine(Generic[JobT]):
                     worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
                 )
         job.session, job.stream, job.sampling = session, stream, session.sampling
+        job.work.prefill_tokens = session.prefix_length - session.cached_length
         if known is None:
             stream.sessions[item.request_id] = session
             self._sessions += 1
@@ -259,9 +260,11 @@ class Engine(Generic[JobT]):
     def _forward(self, batch: Batch[JobT]) -> tuple[list[JobT], Exception | None]:
         """Runs the feeds and hands their logits to the method; returns the jobs that are done, or what went wrong."""
         ready: list[JobT] = []
+        began_ns = time.time_ns()
         try:
             logits = self._lm.forward(batch.feeds)
             for job, feed in zip(batch.jobs, batch.feeds, strict=True):
+                job.work.ran(began_ns, len(batch.jobs))
                 job.session.cached_length = feed.start + feed.token_ids.size
                 if feed.rows:
                     ready.append(job)
@@ -284,7 +287,13 @@ class Engine(Generic[JobT]):
         self._scheduler.remove(job)
         del self._jobs[session]
         self._answers[job.stream].append(
-            Answer(session.request_id, job.cache_epoch, job.result, cached_length=session.cached_length)
+            Answer(
+                session.request_id,
+                job.cache_epoch,
+                job.result,
+                cached_length=session.cached_length,
+                work=job.work,
+            )
         )
 
     def _fail_running(self, job: JobT, error: Exception) -> None:

@@ -1,10 +1,14 @@
-"""The typed failure of one item."""
+"""What can go wrong: with one item, typed as the contract has it, and with a model."""
 
 from __future__ import annotations
 
 from tandem.v1 import worker_pb2
 
 MAX_MESSAGE_CHARACTERS = 200
+
+
+class ModelError(Exception):
+    """A model can't be loaded or can't be served by this engine; one line that says why."""
 
 
 class ItemFault(Exception):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tandem.engine.session import Session
+from tandem.engine.work import Work
 from tandem.v1 import sampling_pb2, worker_pb2
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class WorkItem(Protocol):
 class Job:
     """An admitted item: its session's tokens beyond `cached_length` are to be run, then `rows` of logits are wanted."""
 
-    __slots__ = ("block", "cache_epoch", "result", "rows", "sampling", "session", "stream")
+    __slots__ = ("block", "cache_epoch", "result", "rows", "sampling", "session", "stream", "work")
 
     sampling: SamplingParams
     session: Session
@@ -48,6 +49,7 @@ class Job:
         self.rows = rows
         self.result: Any = None
         """Set by the method when the job is done."""
+        self.work = Work()
 
     @property
     def pending(self) -> int:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
 from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, layer_shapes
+from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
@@ -32,10 +33,6 @@ _TIMED_RUNS = 3
 _MOST_OVERHEAD = 1 << 20
 _GPU_KV_SHARE = 0.8
 """Of the memory that is free once the model is there; activations and logits need the rest."""
-
-
-class ModelError(Exception):
-    """A model can't be loaded or can't be served by this engine; one line that says why."""
 
 
 @dataclass(frozen=True, slots=True)

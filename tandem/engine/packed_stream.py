@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
 
 from tandem.engine.job import WorkItem
 from tandem.engine.stream import Answer, Stream
+
+if TYPE_CHECKING:
+    from tandem.engine.item_spans import ItemSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,17 @@ class StreamEngine(Protocol):
 class PackedStream:
     """One call: reads batches into the engine, writes answers out, and closes the sessions at the end of either."""
 
-    def __init__(self, engine: StreamEngine, limits: StreamLimits, pack: Callable[[Sequence[Answer]], Any]) -> None:
+    def __init__(
+        self,
+        engine: StreamEngine,
+        limits: StreamLimits,
+        pack: Callable[[Sequence[Answer]], Any],
+        spans: ItemSpans | None = None,
+    ) -> None:
         self._engine = engine
         self._limits = limits
         self._pack = pack
+        self._spans = spans
         self._stream = Stream(self._deliver)
         self._answers: list[Answer] = []
         self._in_flight = 0
@@ -82,6 +92,8 @@ class PackedStream:
         finally:
             reader.cancel()
             self._engine.close(self._stream)
+            if self._spans is not None:
+                self._spans.close()
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
         """Ends the stream, whatever is in flight; the sessions go with it."""
@@ -101,6 +113,8 @@ class PackedStream:
                     self.end(grpc.StatusCode.INVALID_ARGUMENT, problem)
                     return
                 self._in_flight += len(batch.items)
+                if self._spans is not None:
+                    self._spans.received(batch.items)
                 self._engine.submit(self._stream, batch.items)
                 if batch.ByteSize() > self._limits.large_message_bytes:
                     await self._engine.admitted()
@@ -118,6 +132,8 @@ class PackedStream:
                 self._in_flight -= 1  # a retry took its place, and has the answer
             else:
                 self._answers.append(answer)
+                if self._spans is not None:
+                    self._spans.answered(answer)
         self._changed.set()
 
     async def _ready(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.engine.session import Session
+from tandem.engine.work import Work
 from tandem.v1 import worker_pb2
 
 
@@ -21,6 +22,8 @@ class Answer:
     cached_length: int = 0
     """Tokens that the cache holds, for a result."""
     error: worker_pb2.ItemError | None = None
+    work: Work | None = None
+    """None where the item was not admitted."""
 
 
 class Stream:

@@ -20,13 +20,15 @@ import grpc
 import grpc.aio
 
 from tandem import grpc_server
+from tandem.engine.faults import ModelError
 from tandem.engine.packed_stream import PackedStream, StreamLimits
 from tandem.engine.stream import Answer
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from tandem.engine.engine import Engine
+    from tandem.engine.engine import Engine, EngineStats
     from tandem.engine.loading import ServedModel
+    from tandem.engine.observer import WorkerObserver
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,15 @@ class Loaded:
 class WorkerState:
     """What the servicer answers from: nothing at first, then a loaded model; the streams that are open."""
 
-    def __init__(self, max_speculative_tokens: int, limits: StreamLimits) -> None:
+    def __init__(
+        self, max_speculative_tokens: int, limits: StreamLimits, observer: WorkerObserver | None = None
+    ) -> None:
         self.loaded: Loaded | None = None
         self.closed = ""
         """Why there is no service any more."""
         self._max_speculative_tokens = max_speculative_tokens
         self._limits = limits
+        self._observer = observer
         self._streams: set[PackedStream] = set()
 
     async def model_info(self, context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.GetModelInfoResponse:
@@ -75,12 +80,17 @@ class WorkerState:
         pack: Callable[[Sequence[Answer]], Any],
     ) -> None:
         """Serves one packed stream to its end, or aborts with UNAVAILABLE."""
-        stream = PackedStream((await self._ready(context)).engine, self._limits, pack)
+        engine = (await self._ready(context)).engine
+        stream = PackedStream(engine, self._limits, pack, self._observer.spans() if self._observer else None)
         self._streams.add(stream)
         try:
             await stream.serve(batches, context)
         finally:
             self._streams.discard(stream)
+
+    def engine_stats(self) -> tuple[EngineStats, int] | None:
+        """The engine's counters and its number of cache slots; None before the model is loaded."""
+        return (self.loaded.engine.stats, self.loaded.model.slots) if self.loaded is not None else None
 
     def end_streams(self, message: str) -> None:
         """Ends all open streams with UNAVAILABLE, and refuses new calls."""
@@ -121,16 +131,18 @@ class WorkerSpec:
     die. Raises ModelError. Imports torch, hence is called in a thread."""
 
 
-async def serve(config: WorkerConfig, spec: WorkerSpec) -> int:
+async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver | None = None) -> int:
     """Runs the worker until SIGTERM or SIGINT; returns the exit status."""
     server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
-    state = WorkerState(config.max_speculative_tokens, StreamLimits())
+    state = WorkerState(config.max_speculative_tokens, StreamLimits(), observer)
     spec.add_servicer(state, server)
     health = grpc_server.HealthSwitch(spec.service)
     await health.attach(server)
     grpc_server.add_reflection(server, spec.service)
     try:
         port = grpc_server.bind(server, config.listen, spec.listen_variable)
+        if observer is not None:
+            observer.serve_metrics(state.engine_stats)
     except grpc_server.PortError as error:
         return _give_up(str(error))
     stop = grpc_server.stop_event()
@@ -144,25 +156,24 @@ async def serve(config: WorkerConfig, spec: WorkerSpec) -> int:
         await health.set(serving=True)
         logger.info("serving %s", loaded.model.name)
         await stop.wait()
-        await _drain(state, loaded, health, config.drain_seconds)
-    except _LoadError as error:
+        if not state.closed:
+            await _drain(state, loaded, health, config.drain_seconds)
+    except ModelError as error:
         return _give_up(f"{spec.model_variable}: {error}")
     finally:
         await server.stop(_CLOSE_SECONDS)
         if state.loaded is not None:
             state.loaded.engine.stop()
+        if observer is not None:
+            observer.stop()
     logger.info("stopped")
     return 0
-
-
-class _LoadError(Exception):
-    pass
 
 
 async def _load(
     spec: WorkerSpec, stop: asyncio.Event, state: WorkerState, health: grpc_server.HealthSwitch
 ) -> Loaded | None:
-    """Loads in a daemon thread, which doesn't keep a process that is told to stop; None if it was."""
+    """Loads in a daemon thread, which doesn't keep a process that is told to stop; None if it was. Raises ModelError."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Loaded] = loop.create_future()
     tasks: set[asyncio.Task[None]] = set()
@@ -187,12 +198,13 @@ async def _load(
         return None
     try:
         loaded = future.result()
+        loaded.engine.start()
+        await loaded.engine.call(loaded.model.lm.self_test)
+    except ModelError:
+        raise
     except Exception as error:
-        if type(error).__name__ != "ModelError":
-            logger.exception("loading failed")
-        raise _LoadError(str(error)) from error
-    loaded.engine.start()
-    await loaded.engine.call(loaded.model.lm.self_test)
+        logger.exception("loading failed")
+        raise ModelError(f"{type(error).__name__}: {error}") from error
     return loaded
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tandem.engine.causal_lm import CausalLM
+from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
-from tandem.engine.loading import ModelError
 from tests.engine.models import over_slots, plain_greedy, plain_logits, random_ids, random_model
 
 TOLERANCE = 1e-5

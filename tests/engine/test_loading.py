@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem import model_info
-from tandem.engine.loading import ModelError, ModelOptions, load
+from tandem.engine.faults import ModelError
+from tandem.engine.loading import ModelOptions, load
 from tests.engine.models import random_model
 from tests.support.services import MODELS
 

@@ -1,0 +1,88 @@
+"""One span for each traced item of a stream, made in the event loop once the item is answered.
+
+The step thread knows nothing of this: it notes an item's Work, and the span is made of that afterwards, as a child of
+the round that the item's `traceparent` names. An item without one costs a look at an empty string.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.engine.job import WorkItem
+from tandem.engine.stream import Answer
+from tandem.tracing import Tracing
+from tandem.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
+_NANOSECONDS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SpanVocabulary:
+    """What a service's item spans are called, and what the length of a result is called in them."""
+
+    name: str
+    result_attribute: str
+
+
+class ItemSpans:
+    """The traced items of one stream that are not answered yet."""
+
+    def __init__(self, tracing: Tracing, vocabulary: SpanVocabulary) -> None:
+        self._tracing = tracing
+        self._vocabulary = vocabulary
+        self._arrivals: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def received(self, items: Sequence[WorkItem]) -> None:
+        """A batch has arrived."""
+        now = time.time_ns()
+        for item in items:
+            if item.traceparent:
+                self._arrivals[item.request_id, item.cache_epoch] = (item.traceparent, now)
+
+    def answered(self, answer: Answer) -> None:
+        """The item has its answer."""
+        arrival = self._arrivals.pop((answer.request_id, answer.cache_epoch), None)
+        if arrival is None:
+            return
+        attributes: dict[str, AttributeValue] = {"tandem.epoch": answer.cache_epoch}
+        if answer.work is not None and answer.work.steps:
+            attributes["tandem.queue_seconds"] = max(0, answer.work.began_ns - arrival[1]) * _NANOSECONDS
+            attributes["tandem.steps"] = answer.work.steps
+            attributes["tandem.batch_size"] = answer.work.companions / answer.work.steps
+            attributes["tandem.prefill_tokens"] = answer.work.prefill_tokens
+        if answer.error is None:
+            attributes[self._vocabulary.result_attribute] = _length(answer.result)
+            self._make(arrival, attributes, "")
+        else:
+            self._make(arrival, attributes, worker_pb2.ErrorReason.Name(answer.error.reason))
+
+    def close(self) -> None:
+        """The stream is over: what has no answer gets none."""
+        arrivals, self._arrivals = self._arrivals, {}
+        for (_, epoch), arrival in arrivals.items():
+            self._make(arrival, {"tandem.epoch": epoch}, "ERROR_REASON_CANCELLED")
+
+    def _make(self, arrival: tuple[str, int], attributes: dict[str, AttributeValue], error: str) -> None:
+        # Imported here: a service without tracing never needs OpenTelemetry.
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        from tandem.tracing import context_from
+
+        traceparent, began_ns = arrival
+        if error:
+            attributes["error.type"] = error
+        parent = context_from(traceparent)
+        span = self._tracing.start_span(self._vocabulary.name, SpanKind.SERVER, parent, attributes, began_ns)
+        if error and error != "ERROR_REASON_CANCELLED":
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+
+def _length(result: Any) -> int:
+    return len(result) if isinstance(result, Sequence) else 0

@@ -1,0 +1,45 @@
+"""Prometheus metrics of a worker, read from the engine's own counters when asked for: the step thread does nothing more.
+
+docs/observability.md has the definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from tandem.engine.engine import EngineStats
+
+
+class EngineCollector(Collector):
+    """An engine's counters and levels; nothing before the model is loaded."""
+
+    def __init__(self, stats: Callable[[], tuple[EngineStats, int] | None]) -> None:
+        """`stats` gives the counters and the number of cache slots."""
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """One sample of each."""
+        found = self._stats()
+        if found is None:
+            return
+        stats, slots = found
+        yield GaugeMetricFamily(
+            "tandem_kv_cache_usage_perc", "Share of the cache slots in use, 0 to 1", stats.slots_used / slots
+        )
+        yield GaugeMetricFamily("tandem_sessions", "Requests known", stats.sessions)
+        yield GaugeMetricFamily("tandem_items_running", "Items admitted and not answered: the queue", stats.running)
+        # A forward's size and time are summed up by the engine anyway: count and sum of a summary without quantiles.
+        yield SummaryMetricFamily("tandem_batch_size", "Items in a forward", stats.forwards, stats.feeds)
+        yield SummaryMetricFamily("tandem_step_seconds", "Time of a forward", stats.forwards, stats.busy_seconds)
+        yield CounterMetricFamily("tandem_forwards", "Forwards that succeeded", stats.forwards)
+        yield CounterMetricFamily("tandem_forward_tokens", "Tokens run in forwards", stats.tokens)
+        yield CounterMetricFamily("tandem_failed_forwards", "Forwards that raised", stats.failed_forwards)
+        yield CounterMetricFamily(
+            "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations
+        )

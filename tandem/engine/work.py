@@ -1,0 +1,26 @@
+"""How much work an item was: noted by the step thread as it goes, read once the item is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Work:
+    """Of one item."""
+
+    prefill_tokens: int = 0
+    """Tokens of the prefix that had to be run; one or two in an ordinary round."""
+    began_ns: int = 0
+    """Start of the first forward, since the epoch; 0 before it."""
+    steps: int = 0
+    """Forwards that the item was in."""
+    companions: int = 0
+    """Items in these forwards, this one included: divided by `steps`, its batch size."""
+
+    def ran(self, began_ns: int, batch_size: int) -> None:
+        """A forward is over."""
+        if not self.steps:
+            self.began_ns = began_ns
+        self.steps += 1
+        self.companions += batch_size

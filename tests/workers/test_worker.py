@@ -1,0 +1,105 @@
+"""The life of a worker whose engine dies: it says so, refuses calls, and still ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.engine.engine import Engine
+from tandem.engine.faults import ModelError
+from tandem.engine.scheduler import StepLimits
+from tandem.engine.worker import Loaded, WorkerSpec, serve
+from tandem.v1 import target_pb2, target_pb2_grpc
+from target_service import servicer
+from target_service.verifier import Verifier
+from tests.engine.harness import GREEDY, verify_item
+from tests.engine.models import over_slots, random_ids, random_model
+from tests.support.services import free_port
+
+
+@dataclass(frozen=True)
+class Config:
+    listen: str
+    drain_seconds: float = 5.0
+    max_speculative_tokens: int = 16
+
+
+def spec(load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]) -> WorkerSpec:
+    return WorkerSpec(
+        service=servicer.SERVICE,
+        listen_variable="TANDEM_TARGET_LISTEN",
+        model_variable="TANDEM_TARGET_MODEL",
+        add_servicer=servicer.add_to_server,
+        load=load,
+    )
+
+
+async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
+    lm = over_slots(random_model())
+
+    def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
+        engine = Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death)
+        return Loaded(SimpleNamespace(name="test", lm=lm), engine)  # type: ignore[arg-type]
+
+    address = f"127.0.0.1:{free_port()}"
+    worker = asyncio.create_task(serve(Config(address), spec(load)))
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def wait_for(status: Any) -> None:
+            for _ in range(200):
+                answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                if answer.status == status:
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError("health never changed")
+
+        await wait_for(health_pb2.HealthCheckResponse.SERVING)
+        lm.forward = lm.self_test = broken  # type: ignore[method-assign, assignment]
+        for _ in range(2):  # the stream on which it died, and any later one
+            call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+            item = verify_item("a", 0, random_ids(1, 9), 0, sampling=GREEDY)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await answers(call, item)
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "the engine died" in str(raised.value.details())
+        await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(worker, 4) == 0
+
+
+async def test_a_model_that_loads_but_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lm = over_slots(random_model())
+    lm.self_test = broken  # type: ignore[method-assign]
+
+    def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
+        engine = Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death)
+        return Loaded(SimpleNamespace(name="test", lm=lm), engine)  # type: ignore[arg-type]
+
+    def refuse(_loop: object, _on_death: object) -> Loaded:
+        raise ModelError("no such model")
+
+    assert await serve(Config(f"127.0.0.1:{free_port()}"), spec(load)) == 1
+    assert await serve(Config(f"127.0.0.1:{free_port()}"), spec(refuse)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "error: TANDEM_TARGET_MODEL: RuntimeError: device-side assert" in lines
+    assert "error: TANDEM_TARGET_MODEL: no such model" in lines
+
+
+async def answers(call: Any, item: Any) -> list[Any]:
+    await call.write(target_pb2.VerifyBatch(items=[item]))
+    return [answer async for answer in call]
+
+
+def broken(*_: object) -> Any:
+    raise RuntimeError("device-side assert")
