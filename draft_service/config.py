@@ -75,7 +75,7 @@ class DraftConfig:
     kv_memory_mib: int = setting(
         "TANDEM_DRAFT_KV_MEMORY_MIB",
         0,
-        help="memory for the KV cache, in MiB, where the context length is not set; 0: 2048, or 80 % of a GPU's free memory",
+        help="memory for the KV cache, in MiB, where the context length is not set; 0: 2048, or most of what is free on a GPU",
         parse=int,
         check=lambda value: value >= 0,
         expected="a number of MiB",
