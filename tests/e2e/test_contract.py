@@ -82,9 +82,7 @@ def test_a_stop_token_ends_the_output_wherever_it_falls_in_a_block(
 
 @pytest.mark.parametrize("minimum", range(8))
 def test_no_end_token_before_min_tokens(channel: grpc.Channel, natural: Generation, minimum: int) -> None:
-    result = at_every_gamma(
-        channel, temperature=0, max_tokens=16, min_tokens=minimum, stop_token_ids=[natural.ids[2]]
-    )
+    result = at_every_gamma(channel, temperature=0, max_tokens=16, min_tokens=minimum, stop_token_ids=[natural.ids[2]])
     assert len(result.ids) > minimum
     if minimum <= natural.ids.index(natural.ids[2]):
         assert result.ids == natural.ids[: natural.ids.index(natural.ids[2]) + 1]

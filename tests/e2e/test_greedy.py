@@ -88,10 +88,7 @@ def test_sampled_output_of_equal_models_is_always_accepted(same_channel: grpc.Ch
     """p and q agree to rounding, so a rejection has a probability near zero and the residual next to no mass."""
     results = generate_all(
         same_channel,
-        (
-            request([5, 6, 7], temperature=1, top_k=40, max_tokens=64, ignore_eos=True, seed=seed)
-            for seed in range(100)
-        ),
+        (request([5, 6, 7], temperature=1, top_k=40, max_tokens=64, ignore_eos=True, seed=seed) for seed in range(100)),
     )
     drafted = sum(result.speculation.draft_tokens for result in results)
     assert sum(result.speculation.accepted_tokens for result in results) >= 0.999 * drafted
@@ -100,7 +97,11 @@ def test_sampled_output_of_equal_models_is_always_accepted(same_channel: grpc.Ch
 @pytest.fixture(scope="module")
 def smol_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Channel]:
     folder = tmp_path_factory.mktemp("smol")
-    environment = {"TANDEM_TARGET_DTYPE": "float32", "TANDEM_DRAFT_DTYPE": "float32", "TANDEM_DRAFT_TIMEOUT_SECONDS": "60"}
+    environment = {
+        "TANDEM_TARGET_DTYPE": "float32",
+        "TANDEM_DRAFT_DTYPE": "float32",
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
+    }
     with (
         running_stack(folder, MODELS / "smollm2-135m-instruct", MODELS / "smol-draft", environment) as stack,
         grpc.insecure_channel(stack.orchestrator.address) as channel,
@@ -128,7 +129,9 @@ def test_the_demo_pair_is_token_exact(smol_channel: grpc.Channel) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "smollm2-135m-instruct")
-    prompts = [tokenizer(question.replace("{}", subject))["input_ids"] for question in QUESTIONS for subject in SUBJECTS]
+    prompts = [
+        tokenizer(question.replace("{}", subject))["input_ids"] for question in QUESTIONS for subject in SUBJECTS
+    ]
     assert len(prompts) == PROMPTS
     reference = Reference(MODELS / "smollm2-135m-instruct")
     expected = [reference.greedy(prompt, SMOL_TOKENS) for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -106,7 +107,7 @@ def test_held_text_goes_out_as_soon_as_it_cannot_match() -> None:
 )
 def test_stops_do_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(borders)]
     assert _run_stops(stops, pieces)[:2] == _run_stops(stops, list(text))[:2]
 
 
