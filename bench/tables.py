@@ -1,0 +1,184 @@
+"""The results as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .machine import Machine
+from .overhead import OverheadResult
+from .pair import PairResult
+from .pair_results import PairRow
+from .statistic import median
+
+ROUND_GOAL = 1.0
+"""Milliseconds for a round of one request beside the models, p50."""
+BYTES_GOAL = 10_000
+PREDICTION_GOAL = 0.9
+"""Measured over predicted speed-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Something to reach, and whether it was."""
+
+    name: str
+    value: str
+    goal: str
+    reached: bool
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    """Where and with what."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    busy = f"load average {machine.load_before:.1f} before, {machine.load_after:.1f} after"
+    quiet = "" if machine.load_before < machine.cores / 2 else "  [not quiet: times are too high]"
+    return [
+        f"{machine.cores} cores, {machine.architecture}, Python {machine.python}, {versions}",
+        f"{busy}{quiet}",
+    ]
+
+
+def overhead_tables(result: OverheadResult) -> list[Table]:
+    """Time and bytes."""
+    times = _table(
+        f"A round beside the models: orchestrator, wire, commit (k = {result.support_size}; ms)",
+        (
+            "requests",
+            "gamma",
+            "rounds",
+            "round p50",
+            "round p95",
+            "rounds/s",
+            "CPU per round",
+            "of it not ours",
+            "items",
+        ),
+    )
+    for case in result.cases:
+        times.add_row(
+            str(case.concurrency),
+            str(case.gamma),
+            str(case.rounds),
+            f"{case.round_p50:.2f}",
+            f"{case.round_p95:.2f}",
+            f"{case.rounds_per_second:.0f}",
+            f"{case.orchestrator_cpu:.2f}",
+            f"{case.worker:.3f}",
+            f"{case.items_per_batch:.1f}",
+        )
+    times.caption = (
+        "round: between two responses at the caller. CPU per round: the orchestrator's, for one round of one request. "
+        "of it not ours: time in the stand-ins for draft and target, part of the round. items: in one message."
+    )
+    sizes = _table(
+        f"Bytes of a round (gamma {result.gamma}, k {result.support_size})",
+        ("vocabulary", "Propose", "Proposal", "Verify", "Verdict", "total"),
+    )
+    for each in result.bytes_per_round:
+        numbers = (each.vocabulary_size, each.propose, each.proposal, each.verify, each.verdict, each.total)
+        sizes.add_row(*(f"{number:,}" for number in numbers))
+    return [times, sizes]
+
+
+def pair_tables(result: PairResult) -> list[Table]:
+    """Speed, and what a round is made of."""
+    title = (
+        f"{result.target} with {result.draft}: {result.dtype}, {result.threads} thread each, one request, "
+        f"up to {result.max_tokens} tokens"
+    )
+    speed = _table(
+        title,
+        (
+            *("prompts", "T", "gamma", "plain tok/s", "tok/s", "speed-up", "predicted", "ratio", "tok/round"),
+            *("TTFT 0/g ms", "accepted by position"),
+        ),
+    )
+    rounds = _table(
+        "A round in ms, and the times that the prediction is made of",
+        ("prompts", "T", "gamma", "C_t(1)", "plain round", "C_d", "C_t(g+1)", "C_o", "round", "round - C_d - C_t"),
+    )
+    for row in result.rows:
+        name = (row.prompts, f"{row.temperature:g}", str(row.gamma))
+        speed.add_row(
+            *name,
+            f"{row.plain_tokens_per_second:.1f}",
+            f"{row.tokens_per_second:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{row.predicted_speedup:.2f}x",
+            f"{row.of_prediction:.2f}",
+            f"{row.tokens_per_round:.2f}",
+            f"{row.plain_first_token:.0f}/{row.first_token:.0f}",
+            " ".join(f"{rate:.2f}" for rate in row.acceptance_per_position),
+            style="" if row.speedup >= 1 else "yellow",
+        )
+        costs = row.costs
+        numbers = (costs.plain_step, row.plain_round, costs.draft, costs.verify, costs.overhead, row.round, row.rest)
+        rounds.add_row(*name, *(f"{number:.1f}" for number in numbers))
+    speed.caption = (
+        "tok/s: after the first response. speed-up: beside the plain runs just before and after. predicted: "
+        "tok/round x C_t(1) / (C_d + C_t(g+1) + C_o). ratio: speed-up / predicted."
+    )
+    return [speed, rounds, _by_gamma(result.rows)]
+
+
+def _by_gamma(rows: Sequence[PairRow]) -> Table:
+    table = _table("All prompts: medians", ("gamma", "speed-up", "predicted", "ratio", "slower than plain"))
+    for gamma in sorted({row.gamma for row in rows}):
+        chosen = [row for row in rows if row.gamma == gamma]
+        losing = [f"{row.prompts} T={row.temperature:g} {row.speedup:.2f}x" for row in chosen if row.speedup < 1]
+        table.add_row(
+            str(gamma),
+            f"{median([row.speedup for row in chosen]):.2f}x",
+            f"{median([row.predicted_speedup for row in chosen]):.2f}x",
+            f"{_median_ratio(chosen):.2f}",
+            ", ".join(losing) or "none",
+        )
+    return table
+
+
+def _median_ratio(rows: Sequence[PairRow]) -> float:
+    return median([row.of_prediction for row in rows if not math.isnan(row.of_prediction)])
+
+
+def overhead_goals(result: OverheadResult) -> list[Goal]:
+    """Round time of one request, bytes."""
+    goals = [
+        Goal(
+            f"round p50, 1 request, gamma {case.gamma}",
+            f"{case.round_p50:.2f} ms",
+            f"<= {ROUND_GOAL:.1f} ms",
+            case.round_p50 <= ROUND_GOAL,
+        )
+        for case in result.cases
+        if case.concurrency == 1
+    ]
+    most = max(each.total for each in result.bytes_per_round)
+    return [*goals, Goal("bytes per round", f"{most:,}", f"<= {BYTES_GOAL:,}", most <= BYTES_GOAL)]
+
+
+def pair_goals(result: PairResult) -> list[Goal]:
+    """Speed as predicted."""
+    ratio = _median_ratio(result.rows)
+    goal = Goal("speed-up / prediction, median", f"{ratio:.2f}", f">= {PREDICTION_GOAL}", ratio >= PREDICTION_GOAL)
+    return [goal]
+
+
+def goals_table(goals: Sequence[Goal]) -> Table:
+    """Reached or not."""
+    table = _table("Goals", ("", "measured", "goal", ""))
+    for goal in goals:
+        style = "green" if goal.reached else "red"
+        table.add_row(goal.name, goal.value, goal.goal, "reached" if goal.reached else "missed", style=style)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table

@@ -1,0 +1,42 @@
+"""Very short runs: the numbers mean nothing, but every part of a measurement works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from tests.support.services import MODELS
+
+
+def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    arguments = ["overhead", "--requests", "1,3", "--gamma", "5,0", "--rounds", "30", "--repeats", "1"]
+    assert main([*arguments, "--profile", "--json", str(file)]) == 0
+    numbers = json.loads(file.read_text())
+    cases = numbers["overhead"]["cases"]
+    assert [(case["concurrency"], case["gamma"]) for case in cases] == [(1, 5), (1, 0), (3, 5), (3, 0)]
+    for case in cases:
+        assert 0 < case["round_p50"] <= case["round_p95"]
+        assert case["rounds"] >= 15 * case["concurrency"]
+    assert numbers["overhead"]["bytes_per_round"][-1]["total"] < 10_000
+    printed = capsys.readouterr().out
+    assert "bytes per round" in printed
+    assert "orchestrator/decoder.py" in printed
+
+
+def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
+    amount = ["--gamma", "2", "--classes", "prose", "--temperature", "1", "--tokens", "24", "--samples", "4"]
+    assert main(["pair", *models, *amount, "--overhead-ms", "1", "--json", str(file)]) == 0
+    numbers = json.loads(file.read_text())
+    [row] = numbers["pair"]["rows"]
+    assert 1 <= row["tokens_per_round"] <= 3
+    assert len(row["acceptance_per_position"]) == 2
+    assert row["degraded_rounds"] == 0
+    assert all(cost > 0 for cost in row["costs"].values())
+    assert row["of_prediction"] > 0
+    assert "tiny-target with tiny-draft" in capsys.readouterr().out
