@@ -164,7 +164,7 @@ class OrchestratorConfig:
     )
     running_ttl_seconds: int = setting(
         "TANDEM_RUNNING_TTL_SECONDS",
-        3600,
+        900,
         help="expiry of a running request's state, refreshed by each commit",
         parse=int,
         check=lambda value: value >= 1,
