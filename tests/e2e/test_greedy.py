@@ -18,7 +18,7 @@ from tests.support.services import MODELS, running_stack
 GAMMAS = (0, 1, 2, 5, 8)
 PROMPTS = 100
 TINY_TOKENS = 32
-SMOL_TOKENS = 16
+SMOL_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
