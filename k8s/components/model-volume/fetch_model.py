@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 SOURCE_FILE = ".tandem-source"
@@ -86,10 +87,21 @@ def copy(source: Path, stage: Path, patterns: Sequence[str]) -> None:
 
 
 def download(name: str, revision: str, stage: Path, patterns: Sequence[str]) -> None:
-    """Downloads from the hub; the client checks what is there and goes on with what isn't complete."""
-    from huggingface_hub import snapshot_download
+    """Downloads from the hub, going on with what is there, and checks that all has come.
 
-    snapshot_download(name, revision=revision or None, local_dir=stage, allow_patterns=list(patterns))
+    The hub's client returns quietly what an earlier try left in the folder when the hub does not answer, so what there
+    should be is asked for first, and compared afterwards.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    described = HfApi().model_info(name, revision=revision or None, files_metadata=True)
+    files = {item.rfilename: item.size for item in described.siblings or []}
+    wanted = {path: size for path, size in files.items() if any(fnmatch(path, pattern) for pattern in patterns)}
+    snapshot_download(name, revision=described.sha, local_dir=stage, allow_patterns=list(patterns))
+    for path, size in wanted.items():
+        there = (stage / path).stat().st_size if (stage / path).is_file() else None
+        if there is None or (size is not None and there != size):
+            raise OSError(f"{path} has {there} of {size} bytes")
     shutil.rmtree(stage / ".cache", ignore_errors=True)
 
 

@@ -1,0 +1,1 @@
+"""Checks of the manifests and the image definitions that need no cluster."""

@@ -1,0 +1,540 @@
+"""What a schema can't see: that names, labels, ports, settings and numbers of different objects fit each other.
+
+A rule looks at all objects of a build and yields one line for each fault. `faults` runs them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from draft_service.config import DraftConfig
+from orchestrator.config import OrchestratorConfig
+from tandem import config
+from target_service.config import TargetConfig
+
+Object = dict[str, Any]
+
+CONFIGS: Mapping[str, type[Any]] = {
+    "orchestrator": OrchestratorConfig,
+    "draft_service": DraftConfig,
+    "target_service": TargetConfig,
+}
+GRPC_SERVICES = {
+    "orchestrator": "tandem.v1.OrchestratorService",
+    "draft_service": "tandem.v1.DraftService",
+    "target_service": "tandem.v1.TargetService",
+}
+MADE_BY_HAND = {"tandem-redis"}
+"""Secrets that docs/operations.md tells an operator to make."""
+CLOSING_SECONDS = 3
+"""What a service needs after its drain, at most: a second for connections, two for spans."""
+PART_OF = "app.kubernetes.io/part-of"
+POD_LABELS = (PART_OF, "app.kubernetes.io/name", "app.kubernetes.io/component")
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+
+_QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")
+_UNITS = {
+    "m": Decimal("0.001"),
+    **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGT", 1)},
+    **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGT", 1)},
+}
+
+
+def quantity(text: object) -> Decimal:
+    """The number that a quantity stands for; raises ValueError."""
+    match = _QUANTITY.match(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    return Decimal(match[1]) * _UNITS.get(match[2], Decimal(1))
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container, with the workload it is in."""
+
+    workload: Object
+    spec: Object
+    init: bool
+
+    @property
+    def where(self) -> str:
+        return f"{name_of(self.workload)}/{self.spec['name']}"
+
+    @property
+    def pod(self) -> Object:
+        return template(self.workload)["spec"]
+
+    @property
+    def module(self) -> str | None:
+        """The service of ours that it runs, if it does."""
+        command = self.spec.get("command", [])
+        return command[2] if command[:2] == ["python", "-m"] and command[2] in CONFIGS else None
+
+    def ports(self) -> dict[str | int, int]:
+        """Names and numbers to numbers."""
+        numbers = {port["containerPort"]: port["containerPort"] for port in self.spec.get("ports", [])}
+        return {**numbers, **{port["name"]: port["containerPort"] for port in self.spec.get("ports", [])}}
+
+
+class Cluster:
+    """The objects of one build, by kind and name."""
+
+    def __init__(self, objects: list[Object]) -> None:
+        self.objects = objects
+        self.by_name = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+
+    def of(self, *kinds: str) -> Iterator[Object]:
+        return (item for item in self.objects if item["kind"] in kinds)
+
+    def workloads(self) -> Iterator[Object]:
+        return self.of(*WORKLOADS)
+
+    def containers(self) -> Iterator[Container]:
+        for workload in self.workloads():
+            pod = template(workload)["spec"]
+            for spec in pod.get("initContainers", []):
+                yield Container(workload, spec, init=True)
+            for spec in pod["containers"]:
+                yield Container(workload, spec, init=False)
+
+    def selected(self, labels: Mapping[str, str]) -> list[Object]:
+        """Workloads whose pods have these labels."""
+        return [item for item in self.workloads() if labels.items() <= template(item)["metadata"]["labels"].items()]
+
+    def environment(self, container: Container) -> dict[str, str]:
+        """What the container sees; the value of a Secret is a stand-in."""
+        values: dict[str, str] = {}
+        for source in container.spec.get("envFrom", []):
+            values.update(self.by_name[("ConfigMap", source["configMapRef"]["name"])].get("data", {}))
+        for entry in container.spec.get("env", []):
+            values[entry["name"]] = "redis://from-a-secret" if "valueFrom" in entry else entry["value"]
+        return values
+
+
+def template(workload: Object) -> Object:
+    """The pod template."""
+    found: Object = workload["spec"]["template"]
+    return found
+
+
+def name_of(item: Object) -> str:
+    return f"{item['kind']}/{item['metadata']['name']}"
+
+
+Rule = Callable[[Cluster], Iterator[str]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def faults(objects: list[Object]) -> list[str]:
+    """All that is wrong; empty for a good build."""
+    cluster = Cluster(objects)
+    # The other rules follow these references.
+    found = [
+        f"{check.__name__}: {fault}" for check in (config_references, volume_references) for fault in check(cluster)
+    ]
+    return found or [f"{check.__name__}: {fault}" for check in RULES for fault in check(cluster)]
+
+
+def config_references(cluster: Cluster) -> Iterator[str]:
+    for container in cluster.containers():
+        wanted: list[tuple[str, Object]] = []
+        for source in container.spec.get("envFrom", []):
+            wanted += [(kind, source[field]) for field, kind in _FROM.items() if field in source]
+        for entry in container.spec.get("env", []):
+            source = entry.get("valueFrom", {})
+            wanted += [(kind, source[field]) for field, kind in _KEYS.items() if field in source]
+        for kind, reference in wanted:
+            yield from _missing(cluster, container.where, kind, reference)
+        pod = container.pod
+        account = pod.get("serviceAccountName")
+        if ("ServiceAccount", account) not in cluster.by_name:
+            yield f"{container.where}: no ServiceAccount {account}"
+
+
+_FROM = {"configMapRef": "ConfigMap", "secretRef": "Secret"}
+_KEYS = {"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}
+
+
+def _missing(cluster: Cluster, where: str, kind: str, reference: Object) -> Iterator[str]:
+    found = cluster.by_name.get((kind, reference["name"]))
+    if reference.get("optional") or (kind == "Secret" and reference["name"] in MADE_BY_HAND):
+        return
+    if found is None:
+        yield f"{where}: no {kind} {reference['name']}"
+    elif "key" in reference and reference["key"] not in found.get("data", {}):
+        yield f"{where}: {kind} {reference['name']} has no key {reference['key']}"
+
+
+def volume_references(cluster: Cluster) -> Iterator[str]:
+    for workload in cluster.workloads():
+        claims = {item["metadata"]["name"] for item in workload["spec"].get("volumeClaimTemplates", [])}
+        volumes = {item["name"]: item for item in template(workload)["spec"].get("volumes", [])}
+        for volume in volumes.values():
+            if "configMap" in volume and ("ConfigMap", volume["configMap"]["name"]) not in cluster.by_name:
+                yield f"{name_of(workload)}: no ConfigMap {volume['configMap']['name']}"
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            if claim and ("PersistentVolumeClaim", claim) not in cluster.by_name:
+                yield f"{name_of(workload)}: no PersistentVolumeClaim {claim}"
+        mounted = set()
+        for container in (item for item in cluster.containers() if item.workload is workload):
+            for mount in container.spec.get("volumeMounts", []):
+                mounted.add(mount["name"])
+                if mount["name"] not in claims | volumes.keys():
+                    yield f"{container.where}: no volume {mount['name']}"
+        for unused in (claims | volumes.keys()) - mounted:
+            yield f"{name_of(workload)}: nothing mounts volume {unused}"
+
+
+@rule
+def quantities(cluster: Cluster) -> Iterator[str]:
+    for container in cluster.containers():
+        resources = container.spec.get("resources", {})
+        requests, limits = resources.get("requests", {}), resources.get("limits", {})
+        for name in ("cpu", "memory"):
+            if name not in requests or name not in limits:
+                yield f"{container.where}: {name} is not both requested and limited"
+        for name in requests.keys() & limits.keys():
+            try:
+                low, high = quantity(requests[name]), quantity(limits[name])
+            except ValueError as error:
+                yield f"{container.where}: {name}: {error}"
+                continue
+            if low > high or (name != "cpu" and low != high):
+                yield f"{container.where}: requests {requests[name]} of {name}, limit {limits[name]}"
+    for workload in cluster.workloads():
+        for claim in workload["spec"].get("volumeClaimTemplates", []):
+            yield from _bad_quantity(name_of(workload), claim["spec"]["resources"]["requests"]["storage"])
+        for volume in template(workload)["spec"].get("volumes", []):
+            if "emptyDir" in volume:
+                yield from _bad_quantity(name_of(workload), volume["emptyDir"].get("sizeLimit", "none"))
+
+
+def _bad_quantity(where: str, text: object) -> Iterator[str]:
+    try:
+        quantity(text)
+    except ValueError as error:
+        yield f"{where}: {error}"
+
+
+@rule
+def selectors(cluster: Cluster) -> Iterator[str]:
+    for workload in cluster.of("Deployment", "StatefulSet"):
+        wanted = workload["spec"]["selector"]["matchLabels"]
+        if workload not in cluster.selected(wanted) or len(cluster.selected(wanted)) != 1:
+            yield f"{name_of(workload)}: its selector doesn't match its own pods alone"
+        if "app.kubernetes.io/version" in wanted:
+            yield f"{name_of(workload)}: a selector with a version can never be updated"
+    for service in cluster.of("Service"):
+        if len(cluster.selected(service["spec"]["selector"])) != 1:
+            yield f"{name_of(service)}: selects the pods of no workload, or of several"
+    for item in cluster.of("PodDisruptionBudget"):
+        if len(cluster.selected(item["spec"]["selector"]["matchLabels"])) != 1:
+            yield f"{name_of(item)}: selects the pods of no workload, or of several"
+    for item in cluster.of("NetworkPolicy"):
+        for labels in _pod_labels(item):
+            if labels and not cluster.selected(labels):
+                yield f"{name_of(item)}: selects no pod by {labels}"
+    for workload in cluster.workloads():
+        for labels in _scheduling_labels(template(workload)["spec"]):
+            if not cluster.selected(labels):
+                yield f"{name_of(workload)}: placed by pods that don't exist: {labels}"
+
+
+def _pod_labels(policy: Object) -> Iterator[Mapping[str, str]]:
+    yield from _labels_of(policy["spec"]["podSelector"])
+    for direction in ("ingress", "egress"):
+        for entry in policy["spec"].get(direction, []):
+            for peer in entry.get("from", []) + entry.get("to", []):
+                # Pods of another namespace are not in this build.
+                if "podSelector" in peer and "namespaceSelector" not in peer:
+                    yield from _labels_of(peer["podSelector"])
+
+
+def _labels_of(selector: Object) -> Iterator[Mapping[str, str]]:
+    yield selector.get("matchLabels", {})
+    for expression in selector.get("matchExpressions", []):
+        for value in expression["values"]:
+            yield {expression["key"]: value}
+
+
+def _scheduling_labels(pod: Object) -> Iterator[Mapping[str, str]]:
+    for constraint in pod.get("topologySpreadConstraints", []):
+        yield constraint["labelSelector"]["matchLabels"]
+    for kind in ("podAffinity", "podAntiAffinity"):
+        for term in pod.get("affinity", {}).get(kind, {}).get("preferredDuringSchedulingIgnoredDuringExecution", []):
+            yield term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+
+
+@rule
+def service_ports(cluster: Cluster) -> Iterator[str]:
+    for service in cluster.of("Service"):
+        ports = _ports_of(cluster, service["spec"]["selector"])
+        for port in service["spec"]["ports"]:
+            if port["targetPort"] not in ports:
+                yield f"{name_of(service)}: no container port {port['targetPort']}"
+            elif service["spec"].get("clusterIP") == "None" and ports[port["targetPort"]] != port["port"]:
+                # DNS hands out the pods' own addresses, so nothing translates.
+                yield f"{name_of(service)}: headless, but port {port['port']} is not the containers'"
+    for workload in cluster.of("StatefulSet"):
+        if ("Service", workload["spec"]["serviceName"]) not in cluster.by_name:
+            yield f"{name_of(workload)}: no Service {workload['spec']['serviceName']} gives its pods names"
+
+
+def _ports_of(cluster: Cluster, labels: Mapping[str, str]) -> dict[str | int, int]:
+    chosen = cluster.selected(labels)
+    found: dict[str | int, int] = {}
+    for container in cluster.containers():
+        if container.workload in chosen and not container.init:
+            found.update(container.ports())
+    return found
+
+
+@rule
+def policy_ports(cluster: Cluster) -> Iterator[str]:
+    for policy in cluster.of("NetworkPolicy"):
+        own = policy["spec"]["podSelector"].get("matchLabels", {})
+        for entry in policy["spec"].get("ingress", []):
+            yield from _unknown_ports(policy, entry, _ports_of(cluster, own))
+        for entry in policy["spec"].get("egress", []):
+            for peer in entry.get("to", []):
+                yield from _unknown_ports(policy, entry, _ports_of(cluster, peer["podSelector"]["matchLabels"]))
+
+
+def _unknown_ports(policy: Object, entry: Object, ports: Mapping[str | int, int]) -> Iterator[str]:
+    for port in entry.get("ports", []):
+        if port["port"] not in ports:
+            yield f"{name_of(policy)}: no container port {port['port']}"
+
+
+@rule
+def policies_close_everything(cluster: Cluster) -> Iterator[str]:
+    default = cluster.by_name.get(("NetworkPolicy", "default"))
+    if (
+        default is None
+        or default["spec"]["podSelector"]
+        or set(default["spec"]["policyTypes"]) != {"Ingress", "Egress"}
+    ):
+        yield "no NetworkPolicy closes all pods"
+    for policy in cluster.of("NetworkPolicy"):
+        for entry in policy["spec"].get("ingress", []):
+            public = name_of(policy) == "NetworkPolicy/orchestrator" and entry["ports"] == [{"port": "grpc"}]
+            if not entry.get("from") and not public:
+                yield f"{name_of(policy)}: lets everybody in"
+
+
+@rule
+def probes(cluster: Cluster) -> Iterator[str]:
+    for container in cluster.containers():
+        if container.init:
+            continue
+        for kind in ("readinessProbe", "livenessProbe"):
+            if kind not in container.spec:
+                yield f"{container.where}: no {kind}"
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            yield from _probe_faults(container, kind, container.spec.get(kind, {}))
+        if container.module and "startupProbe" not in container.spec:
+            yield f"{container.where}: no startupProbe, and a model takes time to load"
+
+
+def _probe_faults(container: Container, kind: str, probe: Object) -> Iterator[str]:
+    for action in ("grpc", "tcpSocket", "httpGet"):
+        if action in probe and probe[action]["port"] not in container.ports():
+            yield f"{container.where}: {kind} asks port {probe[action]['port']}, which is not there"
+    if probe and probe.get("timeoutSeconds", 1) > probe.get("periodSeconds", 10):
+        yield f"{container.where}: {kind} may take longer than its period"
+    service = probe.get("grpc", {}).get("service")
+    if service is not None and (container.module is None or service != GRPC_SERVICES[container.module]):
+        yield f"{container.where}: {kind} asks for {service}"
+    if container.module == "orchestrator" and kind != "readinessProbe" and "grpc" in probe:
+        yield f"{container.where}: {kind} would restart it whenever the target or Redis is away"
+
+
+@rule
+def grace(cluster: Cluster) -> Iterator[str]:
+    for container in cluster.containers():
+        if container.module is None:
+            continue
+        sleep = container.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        drain = float(cluster.environment(container).get("TANDEM_DRAIN_SECONDS", "nan"))
+        given = container.pod["terminationGracePeriodSeconds"]
+        if not sleep + drain + CLOSING_SECONDS < given:
+            yield f"{container.where}: {sleep} s preStop + {drain:g} s drain + {CLOSING_SECONDS} s, but {given} s of grace"
+
+
+@rule
+def images(cluster: Cluster) -> Iterator[str]:
+    for container in cluster.containers():
+        image = container.spec["image"]
+        _, _, tag = image.rpartition("/")[2].partition(":")
+        if not re.match(r"^\d+\.\d+", tag) and "@sha256:" not in image:
+            yield f"{container.where}: image {image} is not pinned"
+
+
+@rule
+def pod_security(cluster: Cluster) -> Iterator[str]:
+    """What the level "restricted" asks for, and a root file system that can't be written."""
+    for container in cluster.containers():
+        pod, own = container.pod.get("securityContext", {}), container.spec.get("securityContext", {})
+        wanted = {
+            "runs as a numeric user that is not root": pod.get("runAsNonRoot") is True and pod.get("runAsUser", 0) > 0,
+            "seccomp RuntimeDefault": pod.get("seccompProfile") == {"type": "RuntimeDefault"},
+            "no privilege escalation": own.get("allowPrivilegeEscalation") is False,
+            "read-only root file system": own.get("readOnlyRootFilesystem") is True,
+            "no capabilities": own.get("capabilities") == {"drop": ["ALL"]},
+            "no token": container.pod.get("automountServiceAccountToken") is False,
+            "no service variables": container.pod.get("enableServiceLinks") is False,
+            "no host": not {"hostNetwork", "hostPID", "hostIPC"} & container.pod.keys(),
+        }
+        for what, holds in wanted.items():
+            if not holds:
+                yield f"{container.where}: not so: {what}"
+    for account in cluster.of("ServiceAccount"):
+        if account.get("automountServiceAccountToken") is not False:
+            yield f"{name_of(account)}: mounts a token"
+    for secret in cluster.of("Secret"):
+        yield f"{name_of(secret)}: no Secret belongs into git"
+
+
+@rule
+def settings(cluster: Cluster) -> Iterator[str]:
+    """Each service reads its settings with its own code: unknown, missing and unreadable ones are found."""
+    for container in cluster.containers():
+        if container.module is None:
+            continue
+        environment = cluster.environment(container)
+        declared = config.settings_of(CONFIGS[container.module]).values()
+        known = {item.variable for item in declared}
+        for variable in sorted(environment):
+            if variable.startswith("TANDEM_") and variable not in known:
+                yield f"{container.where}: {variable} is not a setting of {container.module}"
+        try:
+            config.load(CONFIGS[container.module], container.spec["command"][3:], environment)
+        except config.ConfigError as error:
+            yield f"{container.where}: {error}"
+        for variable, value in environment.items():
+            yield from _listen_faults(container, variable, value)
+
+
+def _listen_faults(container: Container, variable: str, value: str) -> Iterator[str]:
+    if not (variable.startswith("TANDEM_") and variable.endswith("_LISTEN")):
+        return
+    host, _, port = value.rpartition(":")
+    if host != "0.0.0.0":
+        yield f"{container.where}: {variable}={value} can't be reached from another pod"
+    if int(port) not in container.ports():
+        yield f"{container.where}: {variable}={value}, but no such container port"
+
+
+@rule
+def variables(cluster: Cluster) -> Iterator[str]:
+    """$(NAME) in a command is replaced only where NAME is in the environment; else it stays, as it is written."""
+    for container in cluster.containers():
+        known = cluster.environment(container)
+        for word in container.spec.get("command", []) + container.spec.get("args", []):
+            for name in re.findall(r"\$\((\w+)\)", str(word)):
+                if name not in known:
+                    yield f"{container.where}: $({name}) is not set"
+
+
+@rule
+def worker_addresses(cluster: Cluster) -> Iterator[str]:
+    """The orchestrator's list names every pod that there can be, at its port."""
+    for container in cluster.containers():
+        if container.module != "orchestrator":
+            continue
+        environment = cluster.environment(container)
+        for role in ("target", "draft"):
+            listed = set(environment[f"TANDEM_{role.upper()}_ADDRESSES"].split(","))
+            workload, service = cluster.by_name[("StatefulSet", role)], cluster.by_name[("Service", role)]
+            port = service["spec"]["ports"][0]["port"]
+            needed = {f"{role}-{number}.{role}:{port}" for number in range(most_replicas(cluster, workload))}
+            for address in sorted(needed ^ listed):
+                what = "missing from" if address in needed else "a name for no pod in"
+                yield f"{container.where}: {address} is {what} TANDEM_{role.upper()}_ADDRESSES"
+
+
+def most_replicas(cluster: Cluster, workload: Object) -> int:
+    """As many as an autoscaler may make of it, or as it says."""
+    for scaler in cluster.of("HorizontalPodAutoscaler"):
+        if scaler["spec"]["scaleTargetRef"]["name"] == workload["metadata"]["name"]:
+            return int(scaler["spec"]["maxReplicas"])
+    return int(workload["spec"]["replicas"])
+
+
+@rule
+def autoscalers(cluster: Cluster) -> Iterator[str]:
+    scaled = set()
+    for scaler in cluster.of("HorizontalPodAutoscaler"):
+        reference = scaler["spec"]["scaleTargetRef"]
+        scaled.add((reference["kind"], reference["name"]))
+        if (reference["kind"], reference["name"]) not in cluster.by_name:
+            yield f"{name_of(scaler)}: no {reference['kind']} {reference['name']}"
+        if not scaler["spec"]["minReplicas"] <= scaler["spec"]["maxReplicas"]:
+            yield f"{name_of(scaler)}: more replicas at least than at most"
+        for metric in scaler["spec"]["metrics"]:
+            described = metric.get("object", {}).get("describedObject")
+            if described and (described["kind"], described["name"]) not in cluster.by_name:
+                yield f"{name_of(scaler)}: no {described['kind']} {described['name']}"
+    for workload in cluster.of("Deployment", "StatefulSet"):
+        if ((workload["kind"], workload["metadata"]["name"]) in scaled) == ("replicas" in workload["spec"]):
+            yield f"{name_of(workload)}: replicas are set by an autoscaler or by the manifest, by one of both"
+
+
+@rule
+def monitors(cluster: Cluster) -> Iterator[str]:
+    """ServiceMonitor is a custom resource, whose schema the validator doesn't have."""
+    for monitor in cluster.of("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        services = [item for item in cluster.of("Service") if wanted <= item["metadata"]["labels"].items()]
+        if len(services) != 1:
+            yield f"{name_of(monitor)}: selects no Service, or several"
+            continue
+        ports = {port["name"] for port in services[0]["spec"]["ports"]}
+        for endpoint in monitor["spec"]["endpoints"]:
+            if endpoint["port"] not in ports:
+                yield f"{name_of(monitor)}: {name_of(services[0])} has no port {endpoint['port']}"
+
+
+@rule
+def sizes(cluster: Cluster) -> Iterator[str]:
+    """Threads against processors, the KV cache against memory, devices against what is allotted."""
+    for container in cluster.containers():
+        if container.module not in ("draft_service", "target_service"):
+            continue
+        limits = container.spec["resources"]["limits"]
+        try:
+            options = config.load(CONFIGS[container.module], [], cluster.environment(container))
+        except config.ConfigError:
+            continue  # `settings` says so
+        gpus = int(limits.get("nvidia.com/gpu", 0))
+        if (options.device == "cuda") != (gpus == 1):
+            yield f"{container.where}: device {options.device} and {gpus} GPUs"
+        if options.device != "cpu":
+            continue
+        if not 0 < options.threads <= quantity(limits["cpu"]):
+            yield f"{container.where}: {options.threads} threads on {limits['cpu']} CPUs are throttled, and 0 is the node's"
+        if not 0 < options.kv_memory_mib << 20 <= quantity(limits["memory"]) / 2:
+            yield f"{container.where}: a KV cache of {options.kv_memory_mib} MiB in {limits['memory']}"
+
+
+@rule
+def labels_and_namespace(cluster: Cluster) -> Iterator[str]:
+    namespaces = {item["metadata"].get("namespace") for item in cluster.objects if item["kind"] != "Namespace"}
+    if namespaces != {"tandem"}:
+        yield f"objects are in {sorted(map(str, namespaces))}"
+    for item in cluster.objects:
+        if item["metadata"].get("labels", {}).get(PART_OF) != "tandem":
+            yield f"{name_of(item)}: no label {PART_OF}"
+    for workload in cluster.workloads():
+        for label in POD_LABELS:
+            if label not in template(workload)["metadata"]["labels"]:
+                yield f"{name_of(workload)}: its pods have no label {label}"

@@ -1,0 +1,135 @@
+"""Every overlay and every combination of components builds, is valid for the newest Kubernetes, and fits together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate import utils
+
+from tests.k8s.kubectl import REPOSITORY, Object, build, kubectl
+from tests.k8s.rules import Cluster, faults, quantity
+
+K8S = REPOSITORY / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
+VERSIONS = sorted(kubernetes_validate.utils.all_versions(), key=lambda text: tuple(map(int, text.split("."))))[-3:]
+CUSTOM_RESOURCES = {"ServiceMonitor"}
+"""Kinds whose schema comes from an operator; our rules look at them."""
+
+
+def combinations() -> Iterator[tuple[str, ...]]:
+    """None, each one, each pair, all: what two components do to each other shows in their pair."""
+    yield ()
+    for size in (1, 2, len(COMPONENTS)):
+        yield from itertools.combinations(COMPONENTS, size)
+
+
+@pytest.fixture(scope="module")
+def overlays() -> dict[str, list[Object]]:
+    return {name: build(K8S / "overlays" / name) for name in OVERLAYS}
+
+
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], list[Object]]:
+    return {chosen: _build_combination(chosen, tmp_path_factory.mktemp("k8s")) for chosen in combinations()}
+
+
+def _build_combination(chosen: tuple[str, ...], folder: Path) -> list[Object]:
+    relative = Path(os.path.relpath(K8S, folder))
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "tandem",
+        "resources": [str(relative / "base")],
+        "components": [str(relative / "components" / name) for name in chosen],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return build(folder)
+
+
+def test_kubectl_is_at_hand() -> None:
+    assert Path(kubectl()).exists()
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_overlays_fit_together(name: str, overlays: dict[str, list[Object]]) -> None:
+    assert faults(overlays[name]) == []
+
+
+@pytest.mark.parametrize("chosen", list(combinations()), ids="+".join)
+def test_components_fit_together(chosen: tuple[str, ...], combined: dict[tuple[str, ...], list[Object]]) -> None:
+    assert faults(combined[chosen]) == []
+
+
+def test_everything_is_valid_in_the_newest_versions(
+    overlays: dict[str, list[Object]],
+    combined: dict[tuple[str, ...], list[Object]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: dict[str, object] = {}
+    original = utils.schema_contents
+
+    def read_once(filename: str, version: str) -> object:
+        if filename not in read:
+            read[filename] = original(filename, version)
+        return read[filename]
+
+    # It would parse 2 MB of definitions for each object.
+    monkeypatch.setattr(utils, "schema_contents", read_once)
+    builds = [*overlays.values(), *combined.values()]
+    distinct = {json.dumps(item, sort_keys=True): item for objects in builds for item in objects}
+    checked = 0
+    for item in distinct.values():
+        if item["kind"] in CUSTOM_RESOURCES:
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(item, version, strict=True)
+            checked += 1
+    assert checked > 100
+
+
+def test_the_validator_is_strict() -> None:
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "date": {}}, VERSIONS[-1], strict=True
+        )
+
+
+def test_the_newest_three_versions_are_meant() -> None:
+    assert len(VERSIONS) == 3
+    assert VERSIONS[-1].startswith(kubernetes_validate.__version__.rpartition(".")[0])
+
+
+def test_the_demo_fits_on_a_small_node(overlays: dict[str, list[Object]]) -> None:
+    cluster = Cluster(overlays["cpu-demo"])
+    totals = {
+        name: sum(quantity(item.spec["resources"]["requests"][name]) for item in cluster.containers())
+        for name in ("cpu", "memory")
+    }
+    assert totals["cpu"] <= 2
+    assert totals["memory"] <= quantity("4Gi")
+
+
+def test_the_demo_needs_no_secret_and_no_hub(overlays: dict[str, list[Object]]) -> None:
+    text = json.dumps(overlays["cpu-demo"])
+    assert "secretKeyRef" not in text
+    assert "fetch" not in text
+
+
+def test_every_secret_made_by_hand_is_documented(overlays: dict[str, list[Object]]) -> None:
+    manual = (REPOSITORY / "docs" / "operations.md").read_text()
+    assert "tandem-redis" in manual
+    assert "tandem-hub" in manual
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_component_is_explained(name: str) -> None:
+    readme = (K8S / "components" / name / "README.md").read_text()
+    assert readme.startswith(f"# {name}\n")

@@ -1,0 +1,152 @@
+"""A rule that never fails says nothing: each is shown a build with one fault that it must find."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from tests.k8s.kubectl import Object, build
+from tests.k8s.rules import RULES, faults, quantity
+from tests.k8s.test_manifests import K8S
+
+
+@pytest.fixture(scope="module")
+def good() -> list[Object]:
+    objects = build(K8S / "overlays" / "production")
+    assert faults(objects) == []
+    return objects
+
+
+class Build:
+    """A build to break."""
+
+    def __init__(self, objects: list[Object]) -> None:
+        self.objects = copy.deepcopy(objects)
+
+    def __call__(self, kind: str, name: str) -> Any:
+        return next(item for item in self.objects if (item["kind"], item["metadata"]["name"]) == (kind, name))
+
+    def settings(self, service: str) -> Any:
+        return next(item["data"] for item in self.objects if item["metadata"]["name"].startswith(f"{service}-settings"))
+
+    def pod(self, kind: str, name: str) -> Any:
+        return self(kind, name)["spec"]["template"]["spec"]
+
+    def container(self, kind: str, name: str) -> Any:
+        return self.pod(kind, name)["containers"][0]
+
+
+def broken(rule: str, what: Callable[[Build], object]) -> Any:
+    return pytest.param(rule, what, id=rule)
+
+
+def _on_cpu(build: Build) -> None:
+    build.settings("target").update(TANDEM_TARGET_DEVICE="cpu", TANDEM_TARGET_THREADS="16")
+    for kind in ("requests", "limits"):
+        del build.container("StatefulSet", "target")["resources"][kind]["nvidia.com/gpu"]
+
+
+ORCHESTRATOR, TARGET, DRAFT = ("Deployment", "orchestrator"), ("StatefulSet", "target"), ("StatefulSet", "draft")
+FAULTS = [
+    broken("config_references", lambda b: b.objects.remove(b("ServiceAccount", "draft"))),
+    broken("config_references", lambda b: b.container(*TARGET)["envFrom"].append({"configMapRef": {"name": "x"}})),
+    broken("config_references", lambda b: b.container(*TARGET)["envFrom"].append({"secretRef": {"name": "x"}})),
+    broken("volume_references", lambda b: b.container(*TARGET)["volumeMounts"].append({"name": "x"})),
+    broken("volume_references", lambda b: b.pod(*TARGET)["volumes"].append({"name": "x", "emptyDir": {}})),
+    broken(
+        "volume_references",
+        lambda b: b.pod(*TARGET)["volumes"].append({"name": "tmp", "persistentVolumeClaim": {"claimName": "x"}}),
+    ),
+    broken("quantities", lambda b: b.container(*TARGET)["resources"]["limits"].update(memory="32 GB")),
+    broken("quantities", lambda b: b.container(*TARGET)["resources"]["requests"].update(cpu="900")),
+    broken("quantities", lambda b: b.container(*TARGET)["resources"]["limits"].pop("cpu")),
+    broken("selectors", lambda b: b("Service", "target")["spec"]["selector"].update({"app.kubernetes.io/name": "x"})),
+    broken("selectors", lambda b: b("Service", "target")["spec"]["selector"].pop("app.kubernetes.io/name")),
+    broken(
+        "selectors",
+        lambda b: b("NetworkPolicy", "target")["spec"]["podSelector"]["matchLabels"].update(
+            {"app.kubernetes.io/name": "targets"}
+        ),
+    ),
+    broken(
+        "selectors",
+        lambda b: b("PodDisruptionBudget", "draft")["spec"]["selector"]["matchLabels"].update({"a": "b"}),
+    ),
+    broken("service_ports", lambda b: b("Service", "target")["spec"]["ports"][0].update(targetPort="http")),
+    broken("service_ports", lambda b: b("Service", "target")["spec"]["ports"][0].update(port=80)),
+    broken("service_ports", lambda b: b(*TARGET)["spec"].update(serviceName="targets")),
+    broken(
+        "policy_ports",
+        lambda b: b("NetworkPolicy", "orchestrator")["spec"]["egress"][0]["ports"][0].update(port=50051),
+    ),
+    broken(
+        "policies_close_everything", lambda b: b("NetworkPolicy", "default")["spec"].update(policyTypes=["Ingress"])
+    ),
+    broken("policies_close_everything", lambda b: b("NetworkPolicy", "target")["spec"]["ingress"][0].pop("from")),
+    broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(port=50051)),
+    broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(service="tandem.v1.Target")),
+    broken("probes", lambda b: b.container(*TARGET).pop("startupProbe")),
+    broken("probes", lambda b: b.container(*ORCHESTRATOR)["livenessProbe"].update(grpc={"port": 50051})),
+    broken("grace", lambda b: b.pod(*TARGET).update(terminationGracePeriodSeconds=60)),
+    broken("grace", lambda b: b.settings("orchestrator").update(TANDEM_DRAIN_SECONDS="67")),
+    broken("images", lambda b: b.container(*TARGET).update(image="tandem-worker:latest")),
+    broken("images", lambda b: b.container(*TARGET).update(image="registry.example.com:5000/tandem-worker")),
+    broken("pod_security", lambda b: b.container(*TARGET)["securityContext"].update(readOnlyRootFilesystem=False)),
+    broken("pod_security", lambda b: b.pod(*TARGET)["securityContext"].update(runAsUser=0)),
+    broken("pod_security", lambda b: b("ServiceAccount", "draft").pop("automountServiceAccountToken")),
+    broken(
+        "pod_security",
+        lambda b: b.objects.append(
+            {
+                "kind": "Secret",
+                "metadata": {"name": "a", "namespace": "tandem", "labels": {"app.kubernetes.io/part-of": "tandem"}},
+            }
+        ),
+    ),
+    broken("settings", lambda b: b.settings("orchestrator").update(TANDEM_GAMMA="4")),
+    broken("settings", lambda b: b.settings("orchestrator").update(TANDEM_NUM_SPECULATIVE_TOKENS="four")),
+    broken("settings", lambda b: b.settings("target").pop("TANDEM_TARGET_MODEL")),
+    broken("settings", lambda b: b.settings("target").update(TANDEM_TARGET_LISTEN="127.0.0.1:50053")),
+    broken("settings", lambda b: b.settings("target").update(TANDEM_TARGET_LISTEN="0.0.0.0:50054")),
+    broken("variables", lambda b: b.pod(*TARGET)["initContainers"][0].update(envFrom=[])),
+    broken(
+        "worker_addresses",
+        lambda b: b.settings("orchestrator").update(TANDEM_TARGET_ADDRESSES="target-0.target:50053"),
+    ),
+    broken("worker_addresses", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(maxReplicas=9)),
+    broken("autoscalers", lambda b: b(*TARGET)["spec"].update(replicas=2)),
+    broken("autoscalers", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(minReplicas=9)),
+    broken("monitors", lambda b: b("ServiceMonitor", "orchestrator")["spec"]["endpoints"][0].update(port="http")),
+    broken("sizes", lambda b: b.settings("target").update(TANDEM_TARGET_DEVICE="cpu")),
+    broken("sizes", _on_cpu),
+    broken("labels_and_namespace", lambda b: b("Service", "target")["metadata"].update(namespace="default")),
+    broken("labels_and_namespace", lambda b: b("Service", "target")["metadata"].update(labels={})),
+]
+
+
+@pytest.mark.parametrize(("rule", "breaks"), FAULTS)
+def test_a_planted_fault_is_found(rule: str, breaks: Callable[[Build], object], good: list[Object]) -> None:
+    build = Build(good)
+    breaks(build)
+    assert any(fault.startswith(f"{rule}: ") for fault in faults(build.objects)), faults(build.objects)
+
+
+def test_every_rule_has_a_planted_fault() -> None:
+    assert {check.__name__ for check in RULES} <= {fault.values[0] for fault in FAULTS}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("250m", "0.25"), ("1.5", "1.5"), ("2Gi", str(2 * 2**30)), ("3M", "3000000")]
+)
+def test_quantities(text: str, number: str) -> None:
+    assert quantity(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "2 Gi", "2GB", "-1", "1e3m", None])
+def test_bad_quantities(text: str | None) -> None:
+    with pytest.raises(ValueError, match="not a quantity"):
+        quantity(text)
