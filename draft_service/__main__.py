@@ -12,7 +12,7 @@ from draft_service.config import DraftConfig
 from tandem import config, grpc_server, telemetry
 from tandem.engine.item_spans import SpanVocabulary
 from tandem.engine.observer import WorkerObserver
-from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
+from tandem.engine.worker import Loaded, WorkerSpec, serve
 
 
 def main() -> int:
@@ -66,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    grpc_server.end_process(main())

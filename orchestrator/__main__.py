@@ -103,4 +103,4 @@ def _give_up(problem: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    grpc_server.end_process(main())

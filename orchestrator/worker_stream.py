@@ -210,7 +210,7 @@ class Replica(Generic[ItemT, AnswerT]):
         if answer is not None:
             future.set_result(answer)
         else:
-            future.set_exception(ItemFailed(result.error))
+            _fail(future, ItemFailed(result.error))
 
     def _disconnected(self) -> None:
         was_ready, self._ready = self._ready, False
@@ -220,11 +220,15 @@ class Replica(Generic[ItemT, AnswerT]):
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
-                future.set_exception(StreamLost(f"the stream to {self.role} {self.address} broke"))
-                future.exception()  # the request may have gone; a failure nobody reads is no news
+                _fail(future, StreamLost(f"the stream to {self.role} {self.address} broke"))
         if was_ready:
             log.warning("%s %s is lost", self.role, self.address)
             self._on_change()
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    future.set_exception(error)
+    future.exception()  # the request may have gone; a failure that nobody reads is no news
 
 
 class ReplicaPool(Generic[ItemT, AnswerT]):

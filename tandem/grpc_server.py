@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
+import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -87,3 +90,12 @@ def stop_event() -> asyncio.Event:
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a service to its end and returns its exit status."""
     return uvloop.run(main)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends the process at once. Taking torch or transformers down in order costs a second of CPU or two, crashes where a
+    model is still being loaded, and gives back nothing that the end of the process doesn't."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tandem import config, grpc_server, telemetry
 from tandem.engine.item_spans import SpanVocabulary
 from tandem.engine.observer import WorkerObserver
-from tandem.engine.worker import Loaded, WorkerSpec, end_process, serve
+from tandem.engine.worker import Loaded, WorkerSpec, serve
 from target_service import servicer
 from target_service.config import TargetConfig
 
@@ -66,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    grpc_server.end_process(main())

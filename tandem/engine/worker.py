@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -230,12 +229,3 @@ async def _drain(state: WorkerState, loaded: Loaded, health: grpc_server.HealthS
 def _give_up(problem: str) -> int:
     print(f"error: {problem}", file=sys.stderr)
     return 1
-
-
-def end_process(status: int) -> NoReturn:
-    """Ends the process at once. Taking torch down in order costs a second of CPU, crashes where a model is still being
-    loaded, and gives back nothing that the end of the process doesn't."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
