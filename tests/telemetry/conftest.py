@@ -1,0 +1,45 @@
+"""The three services with everything that can be seen of them switched on, and a collector that takes their spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from tests.support.services import MODELS, Stack, free_port, running_stack
+from tests.telemetry.collector import Collector, running_collector
+from tests.telemetry.scrape import Scrape, scrape
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A stack, where its spans go, and where its metrics are."""
+
+    stack: Stack
+    channel: grpc.Channel
+    collector: Collector
+    metrics: dict[str, str]
+    """Address by service."""
+
+    def scrape(self, service: str) -> Scrape:
+        return scrape(self.metrics[service])
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    folder = tmp_path_factory.mktemp("observed")
+    metrics = {service: f"127.0.0.1:{free_port()}" for service in ("orchestrator", "draft", "target")}
+    with running_collector() as (collector, endpoint):
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "TANDEM_LOG_FORMAT": "json",
+            **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
+        }
+        with (
+            running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
+            grpc.insecure_channel(stack.orchestrator.address) as channel,
+        ):
+            yield Observed(stack, channel, collector, metrics)

@@ -1,0 +1,182 @@
+"""One trace per request over three processes: its edges, its sums, its schema."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.generation import Generation, gather, request
+from tests.telemetry import schema
+from tests.telemetry.collector import Span
+from tests.telemetry.conftest import Observed
+
+PROMPT = "def read_lines(path):\n"
+CALLER_SPAN = "00f067aa0ba902b7"
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def new_trace(*, sampled: bool = True) -> tuple[str, Metadata]:
+    """A trace id and the metadata of a caller that is in it."""
+    trace_id = secrets.token_hex(16)
+    return trace_id, (("traceparent", f"00-{trace_id}-{CALLER_SPAN}-{int(sampled):02x}"),)
+
+
+def traced(observed: Observed, sent: api.GenerateRequest) -> tuple[Generation, list[Span]]:
+    """Runs a request in a trace of its own, and waits for all its spans."""
+    trace_id, metadata = new_trace()
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    result = gather(stub.Generate(sent, timeout=60, metadata=metadata))
+    rounds = result.speculation.rounds
+    spans = observed.collector.wait(
+        trace_id,
+        lambda spans: (
+            count(spans)["generate"] == 1
+            and count(spans)["target.verify"] >= rounds
+            and count(spans)["draft.propose"] >= len(result.speculation.draft_tokens_per_position[:1])
+            and sum(span.attributes.get("tandem.proposed_tokens", 0) for span in spans)
+            >= result.speculation.draft_tokens
+        ),
+    )
+    return result, spans
+
+
+def count(spans: list[Span]) -> Counter[str]:
+    return Counter(span.name for span in spans)
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+def total(spans: list[Span], attribute: str) -> Any:
+    return sum(span.attributes.get(attribute, 0) for span in spans)
+
+
+@pytest.fixture(scope="module")
+def speculative(observed: Observed) -> tuple[Generation, list[Span]]:
+    fields = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7, "max_tokens": 40}
+    return traced(observed, request(PROMPT, num_speculative_tokens=4, request_id="traced-1", **fields))
+
+
+def test_the_trace_continues_the_callers(speculative: tuple[Generation, list[Span]]) -> None:
+    _, spans = speculative
+    [root] = named(spans, "generate")
+    assert root.parent_id == CALLER_SPAN
+    assert {span.service for span in spans} == {"tandem-orchestrator", "tandem-draft", "tandem-target"}
+
+
+def test_each_span_hangs_where_the_schema_says(speculative: tuple[Generation, list[Span]]) -> None:
+    _, spans = speculative
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        parent = schema.SCHEMA["spans"][span.name]["parent"]
+        if span.name != "generate":
+            assert by_id[span.parent_id].name == parent
+            assert span.start_ns >= by_id[span.parent_id].start_ns
+        assert span.end_ns >= span.start_ns
+
+
+def test_there_is_one_round_span_per_round_and_each_has_its_parts(speculative: tuple[Generation, list[Span]]) -> None:
+    result, spans = speculative
+    rounds = sorted(named(spans, "tandem.round"), key=lambda span: span.attributes["tandem.round"])
+    assert [span.attributes["tandem.round"] for span in rounds] == list(range(result.speculation.rounds))
+    for span in rounds:
+        parts = count([each for each in spans if each.parent_id == span.span_id])
+        drafted = 1 if span.attributes["tandem.gamma"] else 0
+        assert (parts["target.verify"], parts["tandem.accept"], parts["tandem.commit"]) == (1, 1, 1)
+        assert parts["draft.propose"] == drafted
+        assert span.attributes["tandem.outcome"] == "committed"
+
+
+def test_the_sums_over_the_rounds_are_the_usage(speculative: tuple[Generation, list[Span]]) -> None:
+    result, spans = speculative
+    [root] = named(spans, "generate")
+    rounds, speculation = named(spans, "tandem.round"), result.speculation
+    assert root.attributes["gen_ai.usage.input_tokens"] == result.usage[0]
+    assert root.attributes["gen_ai.usage.output_tokens"] == result.usage[1] == total(rounds, "tandem.emitted")
+    assert total(rounds, "tandem.gamma") == speculation.draft_tokens
+    assert total(rounds, "tandem.accepted") == speculation.accepted_tokens
+    assert total(rounds, "tandem.expected_acceptance") == pytest.approx(speculation.expected_accepted_tokens)
+    assert total(named(spans, "target.verify"), "tandem.target_rows") >= speculation.draft_tokens + speculation.rounds
+
+
+def test_the_spans_agree_with_the_schema_and_show_the_request(speculative: tuple[Generation, list[Span]]) -> None:
+    _, spans = speculative
+    for span in spans:
+        schema.check(span)
+    [root] = named(spans, "generate")
+    shown = {key.removeprefix("gen_ai.request."): value for key, value in root.attributes.items()}
+    assert (shown["max_tokens"], shown["top_k"], shown["seed"]) == (40, 40, 7)
+    assert shown["temperature"] == pytest.approx(0.8)
+    assert root.attributes["tandem.request_id"] == "traced-1"
+    assert root.attributes["gen_ai.response.finish_reasons"] in (["stop"], ["length"])
+    prefills = [span.attributes["tandem.prefill_tokens"] for span in named(spans, "target.verify")]
+    assert max(prefills) == root.attributes["gen_ai.usage.input_tokens"]
+
+
+def test_no_text_and_no_ids_of_tokens_are_exported(
+    observed: Observed, speculative: tuple[Generation, list[Span]]
+) -> None:
+    words = re.findall(r"\w{5,}", PROMPT + speculative[0].text)
+    assert words
+    shown = " ".join(str((span.attributes, span.events)) for span in observed.collector.spans)
+    assert not [word for word in words if word in shown]
+
+
+def test_a_refused_request_is_a_trace_too(observed: Observed) -> None:
+    trace_id, metadata = new_trace()
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    with pytest.raises(grpc.RpcError):
+        list(stub.Generate(request(PROMPT, max_tokens=0), metadata=metadata, timeout=30))
+    [root] = observed.collector.wait(trace_id, lambda spans: len(spans) == 1)
+    schema.check(root)
+    assert (root.attributes["tandem.status"], root.status) == ("INVALID_ARGUMENT", 0)
+
+
+def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed) -> None:
+    trace_id, metadata = new_trace(sampled=False)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    gather(stub.Generate(request(PROMPT, max_tokens=8), metadata=metadata, timeout=60))
+    traced(observed, request(PROMPT, max_tokens=4))
+    assert observed.collector.trace(trace_id) == []
+    assert trace_id in observed.stack.orchestrator.log.read_text()
+
+
+def test_twenty_cancelled_streams_end_all_their_spans_and_leave_no_error(observed: Observed) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    logs = [service.log for service in (observed.stack.orchestrator, observed.stack.draft, observed.stack.target)]
+    before = [len(log.read_text()) for log in logs]
+    traces = []
+    for number in range(20):
+        trace_id, metadata = new_trace()
+        sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, seed=number)
+        call = stub.Generate(sent, metadata=metadata, timeout=60)
+        for _ in range(3):
+            next(call)
+        call.cancel()
+        traces.append(trace_id)
+    for trace_id in traces:
+        spans = observed.collector.wait(trace_id, _all_ended)
+        [root] = named(spans, "generate")
+        assert root.attributes["tandem.status"] == "CANCELLED"
+        assert len(named(spans, "tandem.round")) >= 3
+        for span in spans:
+            schema.check(span)
+    for log, start in zip(logs, before, strict=True):
+        written = log.read_text()[start:]
+        assert "Failed to detach context" not in written
+        assert not [line for line in written.splitlines() if '"level": "ERROR"' in line or "Traceback" in line]
+
+
+def _all_ended(spans: list[Span]) -> bool:
+    """A parent that is not there would be a span that was never ended."""
+    present = {span.span_id for span in spans} | {CALLER_SPAN}
+    return bool(named(spans, "generate")) and all(span.parent_id in present for span in spans)
