@@ -36,7 +36,7 @@ def main() -> int:
         limits = StepLimits(
             short_feed=settings.max_speculative_tokens + 1,
             prefill_chunk=settings.prefill_chunk,
-            forward_overhead=model.forward_overhead,
+            forward_cost=model.forward_cost,
         )
         engine = Engine(
             model.lm,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
+from tandem.engine import forward_cost
 from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, layer_shapes
 from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
+from tandem.engine.forward_cost import ForwardCost
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
 
@@ -28,9 +29,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 _CPU_KV_BYTES = 2 << 30
-_TIMED_TOKENS = 32
-_TIMED_RUNS = 3
-_MOST_OVERHEAD = 1 << 20
 _GPU_KV_SHARE = 0.8
 """Of the memory that is free once the model is there; activations and logits need the rest."""
 
@@ -69,8 +67,7 @@ class ServedModel:
     slots: int
     dtype: str
     device: str
-    forward_overhead: int
-    """What a forward costs beside its tokens, in tokens, measured at the start."""
+    forward_cost: ForwardCost
 
 
 def load(options: ModelOptions) -> ServedModel:
@@ -117,7 +114,7 @@ def load(options: ModelOptions) -> ServedModel:
         slots=options.slots,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        forward_overhead=_forward_overhead(lm),
+        forward_cost=_measure_forward(lm),
     )
 
 
@@ -267,28 +264,17 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
         )
 
 
-def _forward_overhead(lm: CausalLM) -> int:
-    """From the times of a short and a long forward; at least 0."""
-    length = min(_TIMED_TOKENS, lm.max_length)
-    if length < 2:
-        return 0
-    one, all_of_them = (_forward_seconds(lm, size) for size in (1, length))
-    a_token = (all_of_them - one) / (length - 1)
-    overhead = int(one / a_token) - 1 if a_token > 0 else _MOST_OVERHEAD
-    logger.info("a forward takes %.2f ms for one token, %.2f ms for %d", 1e3 * one, 1e3 * all_of_them, length)
-    return max(0, min(overhead, _MOST_OVERHEAD))
+def _measure_forward(lm: CausalLM) -> ForwardCost:
+    def run(size: int) -> None:
+        lm.forward([Feed(0, 0, np.zeros(size, dtype=np.uint32), 1)]).cpu()
 
-
-def _forward_seconds(lm: CausalLM, size: int) -> float:
-    """The shortest of a few runs, to the end of what the device does."""
-    feed = Feed(0, 0, np.zeros(size, dtype=np.uint32), 1)
-    lm.forward([feed]).cpu()
-    seconds = []
-    for _ in range(_TIMED_RUNS):
-        began = time.perf_counter()
-        lm.forward([feed]).cpu()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    cost = forward_cost.measure(run, lm.max_length)
+    logger.info(
+        "a forward of %s tokens takes %s ms",
+        " / ".join(str(size) for size, _ in cost.points),
+        " / ".join(f"{1e3 * seconds:.2f}" for _, seconds in cost.points),
+    )
+    return cost
 
 
 def _one_line(error: BaseException) -> str:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Generic
 
 from tandem.engine.feed import Feed
+from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost
 from tandem.engine.job import JobT
+
+_CLEARLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class StepLimits:
     """Padded tokens of a prefill forward."""
     decode_tokens: int = 2048
     """Padded tokens of a decode forward."""
-    forward_overhead: int = 1 << 20
-    """What a forward costs beside its padded tokens, in tokens: where padding costs more, a forward is split."""
+    forward_cost: ForwardCost = FREE_TOKENS
+    """Where padding costs more than another forward, one is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Scheduler(Generic[JobT]):
         batches = []
         if short:
             chosen = self._fit(short, self._limits.short_feed, self._limits.decode_tokens)
-            batches += [self._batch(group) for group in _alike(chosen, self._limits.forward_overhead)]
+            batches += [self._batch(group) for group in _alike(chosen, self._limits.forward_cost)]
         if long:
             batches.append(self._batch(self._fit(long, self._limits.prefill_chunk, self._limits.prefill_chunk)))
         return batches
@@ -91,14 +94,20 @@ class Scheduler(Generic[JobT]):
         return Batch([job for job, _ in chosen], [_feed(job, size) for job, size in chosen])
 
 
-def _alike(chosen: list[tuple[JobT, int]], overhead: int) -> list[list[tuple[JobT, int]]]:
-    """Splits into groups of like widths as long as that saves more padding than `overhead` tokens."""
+def _alike(chosen: list[tuple[JobT, int]], cost: ForwardCost) -> list[list[tuple[JobT, int]]]:
+    """Splits into groups of like widths for as long as that is clearly cheaper."""
     chosen = sorted(chosen, key=_size)
-    widest = chosen[-1][1]
-    saved, at = max((count * (widest - size), count) for count, (_, size) in enumerate(chosen, start=1))
-    if saved <= overhead:
+    count, widest = len(chosen), chosen[-1][1]
+    borders = [index for index in range(1, count) if chosen[index][1] > chosen[index - 1][1]]
+    if not borders:
         return [chosen]
-    return [*_alike(chosen[:at], overhead), *_alike(chosen[at:], overhead)]
+    seconds, at = min(
+        (cost.seconds(index * chosen[index - 1][1]) + cost.seconds((count - index) * widest), index)
+        for index in borders
+    )
+    if seconds > _CLEARLY * cost.seconds(count * widest):
+        return [chosen]
+    return [*_alike(chosen[:at], cost), *_alike(chosen[at:], cost)]
 
 
 def _size(chosen: tuple[JobT, int]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 
+from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost, measure
 from tandem.engine.job import Job
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
@@ -27,8 +29,8 @@ def run(batch: Batch[Job]) -> None:
         each.session.cached_length += feed.token_ids.size
 
 
-def schedule(jobs: list[Job], **limits: int) -> Scheduler[Job]:
-    scheduler: Scheduler[Job] = Scheduler(StepLimits(**limits))
+def schedule(jobs: list[Job], limits: StepLimits | None = None) -> Scheduler[Job]:
+    scheduler: Scheduler[Job] = Scheduler(limits or StepLimits())
     for each in jobs:
         scheduler.add(each)
     return scheduler
@@ -40,14 +42,14 @@ def test_nothing_to_do_is_no_forward() -> None:
 
 def test_short_feeds_share_a_forward_in_order_of_slots() -> None:
     jobs = [job(2, 6, rows=6), job(0, 1), job(1, 17, rows=3)]
-    [batch] = schedule(jobs, short_feed=17).plan()
+    [batch] = schedule(jobs, StepLimits(short_feed=17)).plan()
     assert [feed.slot for feed in batch.feeds] == [0, 1, 2]
     assert [feed.token_ids.size for feed in batch.feeds] == [1, 17, 6]
     assert [feed.rows for feed in batch.feeds] == [1, 3, 6]
 
 
 def test_a_verification_is_never_padded_to_a_prefill() -> None:
-    short, long = schedule([job(0, 6, rows=6), job(1, 500)], short_feed=17, prefill_chunk=100).plan()
+    short, long = schedule([job(0, 6, rows=6), job(1, 500)], StepLimits(short_feed=17, prefill_chunk=100)).plan()
     assert [feed.slot for feed in short.feeds] == [0]
     assert [feed.slot for feed in long.feeds] == [1]
     assert long.feeds[0].token_ids.size == 100
@@ -57,7 +59,7 @@ def test_a_verification_is_never_padded_to_a_prefill() -> None:
 @pytest.mark.parametrize("pending", [18, 99, 100, 101, 103, 117, 200, 205, 1000])
 def test_chunks_cover_the_prefill_and_leave_all_rows_to_the_last(pending: int) -> None:
     one = job(0, pending, rows=17, cached=5)
-    scheduler = schedule([one], short_feed=17, prefill_chunk=100)
+    scheduler = schedule([one], StepLimits(short_feed=17, prefill_chunk=100))
     sizes = []
     while one.pending:
         [batch] = scheduler.plan()
@@ -71,13 +73,13 @@ def test_chunks_cover_the_prefill_and_leave_all_rows_to_the_last(pending: int) -
 
 
 def test_short_prefills_share_a_forward_within_the_budget() -> None:
-    [batch] = schedule([job(slot, 30) for slot in range(5)], short_feed=17, prefill_chunk=100).plan()
+    [batch] = schedule([job(slot, 30) for slot in range(5)], StepLimits(short_feed=17, prefill_chunk=100)).plan()
     assert len(batch.feeds) == 3
 
 
 def test_prefills_take_turns() -> None:
     jobs = [job(slot, 1000) for slot in range(3)]
-    scheduler = schedule(jobs, short_feed=17, prefill_chunk=100)
+    scheduler = schedule(jobs, StepLimits(short_feed=17, prefill_chunk=100))
     served: Counter[int] = Counter()
     for step in range(1, 13):
         [batch] = scheduler.plan()
@@ -87,7 +89,7 @@ def test_prefills_take_turns() -> None:
 
 
 def test_more_short_feeds_than_the_budget_take_turns() -> None:
-    scheduler = schedule([job(slot, 10, rows=10) for slot in range(10)], short_feed=17, decode_tokens=40)
+    scheduler = schedule([job(slot, 10, rows=10) for slot in range(10)], StepLimits(short_feed=17, decode_tokens=40))
     served: Counter[int] = Counter()
     for _ in range(5):
         [batch] = scheduler.plan()
@@ -106,18 +108,36 @@ def test_a_removed_job_is_not_planned() -> None:
     assert len(scheduler) == 1
 
 
+def linear(overhead: float) -> ForwardCost:
+    """A forward costs `overhead` tokens beside its own."""
+    return ForwardCost(((1, overhead + 1), (2, overhead + 2)))
+
+
 @pytest.mark.parametrize(
-    ("overhead", "groups"),
+    ("cost", "groups"),
     [
-        (1000, [[1, 1, 1, 1, 2, 6, 6, 17]]),
-        (40, [[1, 1, 1, 1, 2, 6, 6], [17]]),
-        (19, [[1, 1, 1, 1, 2], [6, 6], [17]]),
-        (0, [[1, 1, 1, 1], [2], [6, 6], [17]]),
+        (FREE_TOKENS, [[1, 1, 2, 6, 6, 17]]),
+        (linear(1000), [[1, 1, 2, 6, 6, 17]]),
+        (linear(30), [[1, 1, 2, 6, 6], [17]]),
+        (linear(5), [[1, 1, 2], [6, 6], [17]]),
+        (linear(0), [[1, 1], [2], [6, 6], [17]]),
     ],
 )
-def test_unlike_widths_part_where_padding_costs_more_than_a_forward(overhead: int, groups: list[list[int]]) -> None:
-    jobs = [job(slot, size) for slot, size in enumerate([17, 1, 6, 1, 2, 1, 6, 1])]
-    batches = schedule(jobs, short_feed=17, forward_overhead=overhead).plan()
+def test_unlike_widths_part_where_padding_costs_more_than_a_forward(cost: ForwardCost, groups: list[list[int]]) -> None:
+    jobs = [job(slot, size) for slot, size in enumerate([17, 1, 6, 2, 1, 6])]
+    batches = schedule(jobs, StepLimits(short_feed=17, forward_cost=cost)).plan()
     assert [sorted(feed.token_ids.size for feed in batch.feeds) for batch in batches] == groups
     for batch in batches:
         assert [feed.slot for feed in batch.feeds] == sorted(feed.slot for feed in batch.feeds)
+
+
+def test_costs_lie_on_lines_between_measured_points() -> None:
+    cost = ForwardCost(((1, 10.0), (8, 10.0), (32, 34.0)))
+    assert [cost.seconds(tokens) for tokens in (1, 5, 8, 20, 32, 132)] == [10, 10, 10, 22, 34, 134]
+
+
+def test_measured_costs_never_fall() -> None:
+    cost = measure(lambda size: time.sleep(0.02 if size == 1 else 0.001), 100)
+    assert [size for size, _ in cost.points] == [1, 8, 32]
+    assert cost.seconds(1) == cost.seconds(32) >= 0.02
+    assert measure(lambda _: None, 5) is FREE_TOKENS
