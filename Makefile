@@ -114,3 +114,28 @@ if [ -n "$$base" ] && git cat-file -e "$$base:proto" 2>/dev/null; then \
   echo "buf breaking --against $${base:0:12}"; $(BIN)/buf breaking --against ".git#ref=$$base"; \
 else echo "buf breaking: no earlier contract to compare with"; fi
 endef
+
+# Containers and Kubernetes; see docs/operations.md.
+#
+# IMAGES      targets of the Dockerfile
+# IMAGE_ARGS  passed on to podman or docker
+# OVERLAY     a folder of k8s/overlays
+# NAMESPACE   where `make smoke` looks
+IMAGES     ?= orchestrator worker-cpu orchestrator-demo worker-cpu-demo
+IMAGE_ARGS ?=
+OVERLAY    ?= cpu-demo
+NAMESPACE  ?= tandem
+KUBECTL    ?= kubectl
+ROLLED_OUT := deployment/orchestrator statefulset/target statefulset/draft
+
+.PHONY: images deploy smoke
+images: ## build the images with podman or docker
+	@IMAGE_ARGS='$(IMAGE_ARGS)' k8s/build-images.sh $(IMAGES)
+
+deploy: ## apply an overlay to the cluster that kubectl talks to, and wait until it is ready
+	$(KUBECTL) apply -k k8s/overlays/$(OVERLAY)
+	@for workload in $(ROLLED_OUT); do \
+	  $(KUBECTL) --namespace $(NAMESPACE) rollout status --timeout 30m $$workload || exit 1; done
+
+smoke: $(INSTALL) $(PROTO) ## send one request to the cluster's orchestrator
+	@KUBECTL='$(KUBECTL)' NAMESPACE='$(NAMESPACE)' k8s/smoke.sh

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Builds the images named as arguments, which are targets of the Dockerfile, and says how large they are.
+#
+#   CONTAINER   podman or docker; default: the one that is there and works
+#   IMAGE_ARGS  passed on to the build, for example --build-arg PIP_ARGS="--extra-index-url URL"
+#   REGISTRY    put before the names, for example registry.example.com/tandem/
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+base=$(sed -n 's/^ARG PYTHON_IMAGE=//p' Dockerfile)
+if [ -z "${CONTAINER:-}" ]; then
+  for candidate in podman docker; do
+    if "$candidate" info >/dev/null 2>&1; then CONTAINER=$candidate; break; fi
+  done
+fi
+if [ -z "${CONTAINER:-}" ]; then
+  echo "neither podman nor docker works here: install one, or name it with CONTAINER" >&2
+  exit 1
+fi
+
+mib() { echo $(($("$CONTAINER" image inspect --format '{{.Size}}' "$1") / 1048576)); }
+
+for target in "$@"; do
+  case $target in # tandem-orchestrator:0.1.0[-demo], tandem-worker:0.1.0-cpu[-demo]
+    orchestrator) name=tandem-orchestrator:$version ;;
+    *) name=tandem-${target%%-*}:$version-${target#*-} ;;
+  esac
+  name=${REGISTRY:-}${name}
+  echo "building $name"
+  # IMAGE_ARGS is split into words, with quotes as in a shell.
+  eval "arguments=(${IMAGE_ARGS:-})"
+  "$CONTAINER" build "${arguments[@]}" --target "$target" --tag "$name" .
+  over=""
+  if "$CONTAINER" image inspect "$base" >/dev/null 2>&1; then over=", $(($(mib "$name") - $(mib "$base"))) MiB over its base"; fi
+  echo "$name: $(mib "$name") MiB$over"
+done

@@ -1,0 +1,106 @@
+"""The scripts behind `make smoke` and `make images`, with stand-ins for the cluster and for the builder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.kubectl import REPOSITORY
+from tests.k8s.test_manifests import OVERLAYS, build
+from tests.support.services import Stack
+
+VERSION = "0.1.0"
+
+
+def executable(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def smoke(kubectl: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [REPOSITORY / "k8s" / "smoke.sh"],
+        env={**os.environ, "KUBECTL": kubectl, "BIN": str(Path(sys.executable).parent), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+
+
+@pytest.fixture
+def forwarding(tmp_path: Path, tiny_stack: Stack) -> str:
+    """A kubectl whose port-forward leads to services that run here."""
+    address = tiny_stack.orchestrator.address
+    return executable(tmp_path / "kubectl", f'echo "Forwarding from {address} -> 50051"; exec sleep 60')
+
+
+def test_the_smoke_test_passes_with_speculation(forwarding: str) -> None:
+    done = smoke(forwarding, EXPECT="speculation")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("answered: 32 tokens of ")
+
+
+def test_the_smoke_test_fails_when_the_draft_was_to_be_away(forwarding: str) -> None:
+    done = smoke(forwarding, EXPECT="plain")
+    assert done.returncode != 0
+    assert "expected plain" in done.stderr
+
+
+def test_the_smoke_test_says_why_there_is_no_cluster(tmp_path: Path) -> None:
+    done = smoke(executable(tmp_path / "kubectl", "echo 'connection refused' >&2; exit 1"))
+    assert done.returncode == 1
+    assert "no port-forward to service/orchestrator" in done.stderr
+    assert "connection refused" in done.stderr
+
+
+def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    builder = executable(
+        tmp_path / "builder",
+        f'if [ "$1" = build ]; then printf "%s\\n" "$@" >> {log}; '
+        "else case $5 in */python:*) echo 104857600 ;; *) echo 209715200 ;; esac; fi",
+    )
+    targets = ["orchestrator", "orchestrator-demo", "worker-cpu", "worker-cpu-demo", "worker-cuda"]
+    done = subprocess.run(
+        [REPOSITORY / "k8s" / "build-images.sh", *targets],
+        env={**os.environ, "CONTAINER": builder, "IMAGE_ARGS": "--build-arg 'PIP_ARGS=--pre --quiet'"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    arguments = log.read_text().splitlines()
+    assert arguments[:3] == ["build", "--build-arg", "PIP_ARGS=--pre --quiet"]
+    built = {arguments[at + 1] for at, word in enumerate(arguments) if word == "--tag"}
+    assert f"tandem-orchestrator:{VERSION}: 200 MiB, 100 MiB over its base" in done.stdout
+    used = {
+        container["image"].removeprefix("registry.example.com/tandem/")
+        for name in OVERLAYS
+        for item in build(REPOSITORY / "k8s" / "overlays" / name)
+        if item["kind"] in ("Deployment", "StatefulSet")
+        for container in item["spec"]["template"]["spec"]["containers"]
+    }
+    ours = {image if image.startswith("tandem-") else f"tandem-{image}" for image in used if "/" not in image}
+    assert ours <= built
+
+
+def test_every_image_target_exists() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    makefile = (REPOSITORY / "Makefile").read_text()
+    stages = {line.split(" AS ")[1] for line in text.splitlines() if line.startswith("FROM ")}
+    wanted = next(line for line in makefile.splitlines() if line.startswith("IMAGES "))
+    assert set(wanted.partition("?=")[2].split()) <= stages
+
+
+def test_the_image_copies_every_package() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    ignored = (REPOSITORY / ".dockerignore").read_text()
+    for package in ("tandem", "orchestrator", "draft_service", "target_service", "proto"):
+        assert f"COPY {package} {package}\n" in text
+        assert f"!{package}\n" in ignored
