@@ -28,13 +28,19 @@ def q_rounded_after_sampling() -> None:
     """The orchestrator sees q rounded to steps of 0.05, while the draft drew from the exact values."""
     from orchestrator.drafting import Drafting
 
-    decoded = Drafting._decoded
+    checked = Drafting._checked
 
-    def rounded(self: Drafting, token: Any) -> Any:
-        drafted = decoded(self, token)
-        return replace(drafted, q=np.maximum(np.round(drafted.q * 20) / 20, 0.05).astype(np.float32))
+    def rounded(self: Drafting, *arguments: Any) -> Any:
+        block = checked(self, *arguments)
+        return replace(
+            block,
+            drafted=tuple(
+                replace(drafted, q=np.maximum(np.round(drafted.q * 20) / 20, 0.05).astype(np.float32))
+                for drafted in block.drafted
+            ),
+        )
 
-    Drafting._decoded = rounded  # type: ignore[method-assign]
+    Drafting._checked = rounded  # type: ignore[method-assign]
 
 
 def next_row_after_rejection() -> None:
