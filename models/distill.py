@@ -8,6 +8,7 @@ a PCA of the teacher's, so that only the few layers above it have to be learned 
 
 ``--init FOLDER`` continues from a student instead; the shape flags may ask for more layers, heads or MLP columns than
 it has, and everything new starts with zero output projections, so that training goes on from exactly where it stood.
+``--cut`` drops the last layers instead.
 
 The loss is KL(teacher || student) plus the total variation distance, on the teacher's 48 likeliest tokens and one more
 outcome for all the rest. KL alone spends the student's small capacity on the tails; the total variation distance is
@@ -236,6 +237,20 @@ def grow(student: LlamaForCausalLM, shape: argparse.Namespace) -> LlamaForCausal
     return grown
 
 
+def cut(student: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """The first ``layers`` layers of ``student`` only, to be trained on for a few minutes.
+
+    A layer of a model this narrow costs mostly the overhead of calling it, so depth is dear when it runs. It is worth
+    having while it learns: the layers below are better than those of a student that was shallow from the start.
+    """
+    config = copy.deepcopy(student.config)
+    config.num_hidden_layers = layers
+    shallow = LlamaForCausalLM(config)
+    kept = shallow.state_dict().keys()
+    shallow.load_state_dict({name: value for name, value in student.state_dict().items() if name in kept})
+    return shallow
+
+
 def save(student: LlamaForCausalLM, output: Path, report: dict[str, float]) -> None:
     """Write bfloat16 weights and the numbers they were chosen for; the weights appear in one rename."""
     output.mkdir(parents=True, exist_ok=True)
@@ -248,8 +263,8 @@ def save(student: LlamaForCausalLM, output: Path, report: dict[str, float]) -> N
 
 
 def copy_tokenizer(teacher: Path, output: Path) -> None:
-    """The draft must speak the target's tokens: the same files, byte for byte."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    """The draft must speak the target's tokens and stop where it stops: the same files, byte for byte."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (teacher / name).is_file():
             shutil.copyfile(teacher / name, output / name)
 
@@ -324,6 +339,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--teacher", type=Path, required=True, help="the target's folder")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="continue from this student")
+    parser.add_argument("--cut", action="store_true", help="with --init: keep only the first --layers layers")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--report-minutes", type=float, default=3.0)
     parser.add_argument("--hidden", type=int, default=128)
@@ -350,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     if options.init:
         student = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-        student = grow(student, options)
+        student = cut(student, options.layers) if options.cut else grow(student, options)
     else:
         student = fresh_student(options.teacher, options)
     print(f"{student.num_parameters() / 1e6:.2f} M parameters", flush=True)

@@ -98,6 +98,15 @@ class TestDistill:
         with pytest.raises(ValueError, match="query heads"):
             script("distill").grow(load(DRAFT), self.shape(heads=4))
 
+    @torch.inference_mode()
+    def test_cutting_off_silent_layers_changes_nothing(self, script) -> None:
+        distill = script("distill")
+        deep = distill.grow(load(DRAFT), self.shape(layers=3)).eval()
+        shallow = distill.cut(deep, 1).eval()
+        assert shallow.config.num_hidden_layers == 1
+        ids = torch.arange(4, 60)[None]
+        assert torch.equal(shallow(input_ids=ids).logits, deep(input_ids=ids).logits)
+
     def test_pca_keeps_inner_products(self, script) -> None:
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(100, 4, generator=generator) @ torch.randn(4, 16, generator=generator)
