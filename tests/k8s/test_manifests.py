@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
+from tandem import config
 from tests.k8s.kubectl import REPOSITORY, Object, build, kubectl
-from tests.k8s.rules import Cluster, faults, quantity
+from tests.k8s.rules import CONFIGS, Cluster, faults, quantity
 
 K8S = REPOSITORY / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
@@ -123,10 +125,23 @@ def test_the_demo_needs_no_secret_and_no_hub(overlays: dict[str, list[Object]]) 
     assert "fetch" not in text
 
 
-def test_every_secret_made_by_hand_is_documented(overlays: dict[str, list[Object]]) -> None:
+def test_the_manual_names_every_secret_and_no_setting_that_is_not_there() -> None:
     manual = (REPOSITORY / "docs" / "operations.md").read_text()
     assert "tandem-redis" in manual
     assert "tandem-hub" in manual
+    known = {item.variable for service in CONFIGS.values() for item in config.settings_of(service).values()}
+    assert set(re.findall(r"TANDEM_[A-Z_]*[A-Z]\b", manual)) <= known
+
+
+def test_the_manual_says_what_the_probes_and_drains_are() -> None:
+    manual = (REPOSITORY / "docs" / "operations.md").read_text()
+    cluster = Cluster(build(K8S / "base"))
+    for container in cluster.containers():
+        startup = container.spec["startupProbe"]
+        minutes = startup["periodSeconds"] * startup["failureThreshold"] // 60
+        assert f"{minutes} min" in manual
+        assert f"| {cluster.environment(container)['TANDEM_DRAIN_SECONDS']} s |" in manual
+        assert f"| {container.pod['terminationGracePeriodSeconds']} s |" in manual
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
