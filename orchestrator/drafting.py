@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem import wire
-from tandem.acceptance import DraftContractError, Drafted, check_drafted
+from tandem.acceptance import DraftContractError, Drafted, check_block, check_drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .prefix import Prefix
@@ -185,15 +186,29 @@ class Drafting:
     def _checked(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Block:
         if not 1 <= len(proposal.tokens) <= gamma + look_ahead:
             raise DraftContractError(f"{len(proposal.tokens)} tokens where {gamma + look_ahead} were asked for")
-        tokens = [self._decoded(token) for token in proposal.tokens]
+        tokens = _decoded(proposal.tokens, self._vocabulary_size)
         if len(tokens) > gamma:
             return Block(tuple(tokens[:gamma]), tokens[gamma])
         return Block(tuple(tokens))
 
-    def _decoded(self, token: draft_pb2.DraftedToken) -> Drafted:
-        ids = wire.decode_ids(token.support_ids)
-        q = wire.decode_probs(token.support_probs, ids.size)
-        return check_drafted(token.token_id, ids, q, self._vocabulary_size)
+
+def _decoded(tokens: Sequence[draft_pb2.DraftedToken], vocabulary_size: int) -> list[Drafted]:
+    """The proposal's tokens, checked; raises DraftContractError or WireError."""
+    size = len(tokens[0].support_ids)
+    alike = all(len(token.support_ids) == len(token.support_probs) == size for token in tokens)
+    if alike and size and size % wire.TOKEN_BYTES == 0:
+        # The ordinary case, at less than half the time of one by one.
+        ids = wire.decode_ids(b"".join([token.support_ids for token in tokens]))
+        q = wire.decode_probs(b"".join([token.support_probs for token in tokens]), ids.size)
+        shape = (len(tokens), -1)
+        return check_block([token.token_id for token in tokens], ids.reshape(shape), q.reshape(shape), vocabulary_size)
+    return [_decoded_alone(token, vocabulary_size) for token in tokens]
+
+
+def _decoded_alone(token: draft_pb2.DraftedToken, vocabulary_size: int) -> Drafted:
+    ids = wire.decode_ids(token.support_ids)
+    q = wire.decode_probs(token.support_probs, ids.size)
+    return check_drafted(token.token_id, ids, q, vocabulary_size)
 
 
 def _degraded_by(failed: ItemFailed) -> _Degraded:

@@ -11,6 +11,7 @@ from tandem.acceptance import (
     TargetRow,
     TokenKind,
     accept,
+    check_block,
     check_drafted,
     residual_weights,
 )
@@ -183,5 +184,25 @@ def test_check_drafted_finds_the_token_in_the_support() -> None:
 )
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_check_drafted_catches_each_lie(token_id: int, ids: list[int], q: list[float], message: str) -> None:
+    support_ids, probs = np.array(ids, dtype=np.uint32), np.array(q, dtype=np.float32)
     with pytest.raises(DraftContractError, match=message):
-        check_drafted(token_id, np.array(ids, dtype=np.uint32), np.array(q, dtype=np.float32), vocabulary_size=100)
+        check_drafted(token_id, support_ids, probs, vocabulary_size=100)
+    if not 0 < support_ids.size == probs.size:
+        return
+    good = np.arange(support_ids.size, dtype=np.uint32), np.eye(1, support_ids.size, dtype=np.float32)[0]
+    for block in ([(token_id, support_ids, probs), (0, *good)], [(0, *good), (token_id, support_ids, probs)]):
+        token_ids, all_ids, all_probs = zip(*block, strict=True)
+        with pytest.raises(DraftContractError, match=message):
+            check_block(token_ids, np.stack(all_ids), np.stack(all_probs), vocabulary_size=100)
+
+
+def test_a_block_is_checked_as_its_tokens_are() -> None:
+    generator = np.random.default_rng(5)
+    supports = np.stack([generator.permutation(100)[:8] for _ in range(4)]).astype(np.uint32)
+    q = generator.dirichlet(np.ones(8), 4).astype(np.float32)
+    token_ids = [int(support[index]) for support, index in zip(supports, (3, 0, 7, 3), strict=True)]
+    for checked, *proposal in zip(check_block(token_ids, supports, q, 100), token_ids, supports, q, strict=True):
+        alone = check_drafted(*proposal, vocabulary_size=100)
+        assert (checked.token_id, checked.index) == (alone.token_id, alone.index)
+        assert checked.support_ids.tobytes() == alone.support_ids.tobytes()
+        assert checked.q.tobytes() == alone.q.tobytes()
