@@ -72,7 +72,10 @@ def load(config_class: type[ConfigT], arguments: Sequence[str], environment: Map
     parser = argparse.ArgumentParser(description=config_class.__doc__, allow_abbrev=False)
     for name, declared in settings.items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, help=f"{declared.help} [{declared.variable}]", metavar="VALUE"
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            help=f"{declared.help} [{declared.variable}]".replace("%", "%%"),
+            metavar="VALUE",
         )
     flags = vars(parser.parse_args(arguments))
     values = {}
