@@ -196,9 +196,3 @@ class OrchestratorConfig:
     log_format: str = setting(
         "TANDEM_LOG_FORMAT", "text", help="text or json", check=lambda value: value in ("text", "json")
     )
-    debug_invariants: bool = setting(
-        "TANDEM_DEBUG_INVARIANTS",
-        False,
-        help="check the dearer invariants of every round as well",
-        parse=lambda text: text.lower() in ("1", "true", "yes", "on"),
-    )
