@@ -66,7 +66,8 @@ class Container:
 
     @property
     def pod(self) -> Object:
-        return template(self.workload)["spec"]
+        spec: Object = template(self.workload)["spec"]
+        return spec
 
     @property
     def module(self) -> str | None:

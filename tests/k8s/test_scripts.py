@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.k8s.kubectl import REPOSITORY
-from tests.k8s.test_manifests import OVERLAYS, build
+from tests.k8s.kubectl import REPOSITORY, build
+from tests.k8s.test_manifests import OVERLAYS
 from tests.support.services import Stack
 
 VERSION = "0.1.0"
