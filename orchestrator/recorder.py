@@ -181,7 +181,7 @@ class RoundRecorder:
             accepted=min(outcome.accepted, count),
             emitted=count,
             last_kind=emitted[-1].kind,
-            expected_accepted=sum(expected),
+            expected_accepted=sum(expected, 0.0),
             degraded_reason=self._degraded_reason,
         )
         self._request.statistics.round_done(report.drafted, report.accepted, expected)

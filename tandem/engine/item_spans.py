@@ -70,14 +70,16 @@ class ItemSpans:
 
     def _make(self, arrival: tuple[str, int], attributes: dict[str, AttributeValue], error: str) -> None:
         # Imported here: a service without tracing never needs OpenTelemetry.
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 
         from tandem.tracing import context_from
 
         traceparent, began_ns = arrival
+        parent = context_from(traceparent)
+        if not get_current_span(parent).get_span_context().trace_flags.sampled:
+            return
         if error:
             attributes["error.type"] = error
-        parent = context_from(traceparent)
         span = self._tracing.start_span(self._vocabulary.name, SpanKind.SERVER, parent, attributes, began_ns)
         if error and error != "ERROR_REASON_CANCELLED":
             span.set_status(Status(StatusCode.ERROR))

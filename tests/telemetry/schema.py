@@ -47,3 +47,7 @@ def tables() -> str:
             parts.append(f"| event `{event}` | | sometimes | {declared['meaning']}{': ' + keys if keys else ''} |")
         parts.append("")
     return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(tables())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+import signal
 from collections import Counter
 from typing import Any
 
@@ -174,6 +176,33 @@ def test_twenty_cancelled_streams_end_all_their_spans_and_leave_no_error(observe
         written = log.read_text()[start:]
         assert "Failed to detach context" not in written
         assert not [line for line in written.splitlines() if '"level": "ERROR"' in line or "Traceback" in line]
+
+
+def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observed: Observed) -> None:
+    before = observed.scrape("orchestrator")
+    observed.stack.draft.signal(signal.SIGSTOP)
+    try:
+        sent = request(PROMPT, request_id="degraded-1", max_tokens=12, temperature=0, num_speculative_tokens=4)
+        result, spans = traced(observed, sent)
+    finally:
+        observed.stack.draft.signal(signal.SIGCONT)
+    assert result.speculation.degraded_reasons == ["draft_timeout"]
+    degraded = [span for span in named(spans, "tandem.round") if "tandem.degraded_reason" in span.attributes]
+    assert len(degraded) == result.speculation.degraded_rounds
+    assert {span.attributes["tandem.degraded_reason"] for span in degraded} == {"draft_timeout"}
+    events = [event for span in degraded for event in span.events]
+    assert ("tandem.fallback", {"tandem.reason": "draft_timeout"}) in events
+    for span in spans:
+        schema.check(span)
+    after = observed.scrape("orchestrator")
+    counted = [each.value("tandem_degraded_rounds_total", reason="draft_timeout") for each in (before, after)]
+    assert counted[1] - counted[0] == result.speculation.degraded_rounds
+    [line] = [
+        line
+        for line in observed.stack.orchestrator.log.read_text().splitlines()
+        if '"status"' in line and '"degraded-1"' in line
+    ]
+    assert json.loads(line)["degraded"] == {"draft_timeout": result.speculation.degraded_rounds}
 
 
 def _all_ended(spans: list[Span]) -> bool:

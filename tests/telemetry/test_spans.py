@@ -1,0 +1,134 @@
+"""Spans without services: what ends badly, what never ends, and what there is no room for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from orchestrator.request_trace import RequestTrace
+from tandem.engine.item_spans import ItemSpans, SpanVocabulary
+from tandem.engine.stream import Answer
+from tandem.engine.work import Work
+from tandem.span_export import CountingExporter, CountingProcessor
+from tandem.tracing import SpanCounts, Tracing
+from tandem.v1 import target_pb2, worker_pb2
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Memory:
+    """A tracing that keeps its spans."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = Tracing(provider.get_tracer("test"), SpanCounts(), lambda: None, lambda: None)
+
+    @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def item_spans(memory: Memory) -> ItemSpans:
+    return ItemSpans(memory.tracing, SpanVocabulary("target.verify", "tandem.target_rows"))
+
+
+def item(epoch: int = 0, traceparent: str = PARENT) -> target_pb2.VerifyItem:
+    return target_pb2.VerifyItem(request_id="a", cache_epoch=epoch, traceparent=traceparent)
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def test_an_answered_item_is_a_child_of_its_round(memory: Memory, item_spans: ItemSpans) -> None:
+    item_spans.received([item()])
+    work = Work(prefill_tokens=9)
+    work.ran(began_ns=1, batch_size=2)
+    work.ran(began_ns=2, batch_size=5)
+    item_spans.answered(Answer("a", 0, result=[object()] * 3, work=work))
+    [span] = memory.spans
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
+    expected = {"tandem.steps": 2, "tandem.batch_size": 3.5, "tandem.prefill_tokens": 9, "tandem.target_rows": 3}
+    assert attributes(span).items() >= expected.items()
+
+
+def test_a_refused_item_has_its_reason(memory: Memory, item_spans: ItemSpans) -> None:
+    item_spans.received([item()])
+    error = worker_pb2.ItemError(reason=worker_pb2.ERROR_REASON_CACHE_MISS)
+    item_spans.answered(Answer("a", 0, None, error=error))
+    [span] = memory.spans
+    assert attributes(span) == {"tandem.epoch": 0, "error.type": "ERROR_REASON_CACHE_MISS"}
+    assert not span.status.is_ok
+
+
+def test_what_a_stream_leaves_unanswered_ends_with_it(memory: Memory, item_spans: ItemSpans) -> None:
+    item_spans.received([item(0), item(1)])
+    item_spans.close()
+    item_spans.close()
+    assert [attributes(span)["error.type"] for span in memory.spans] == ["ERROR_REASON_CANCELLED"] * 2
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", PARENT.removesuffix("1") + "0"])
+def test_no_sampled_context_no_span(traceparent: str, memory: Memory, item_spans: ItemSpans) -> None:
+    item_spans.received([item(traceparent=traceparent)])
+    item_spans.answered(Answer("a", 0, result=[]))
+    assert not memory.spans
+
+
+def test_a_round_that_is_open_at_the_end_is_ended_once(memory: Memory) -> None:
+    request = RequestTrace(memory.tracing, (), "chat")
+    opened = request.begin_round(0, 0)
+    request.end("CANCELLED", "", 0, "")
+    opened.abandoned()
+    assert [span.name for span in memory.spans] == ["tandem.round", "generate"]
+    assert attributes(memory.spans[0])["tandem.outcome"] == "abandoned"
+
+
+class StuckExporter(SpanExporter):
+    """Takes a batch and never comes back, until it is told to."""
+
+    def __init__(self) -> None:
+        self.stuck, self.release = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.stuck.set()
+        self.release.wait(30)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self.release.set()
+
+
+def test_every_span_is_exported_or_counted_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    counts, stuck = SpanCounts(), StuckExporter()
+    exporter = CountingExporter(stuck, counts)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(CountingProcessor(exporter, counts))
+    tracing = Tracing(provider.get_tracer("test"), counts, provider.shutdown, exporter.shutdown)
+    for _ in range(4):
+        tracing.start_span("a", SpanKind.INTERNAL, Context()).end()
+    assert stuck.stuck.wait(5)
+    for _ in range(20):
+        tracing.start_span("a", SpanKind.INTERNAL, Context()).end()
+    assert (counts.ended, counts.taken, counts.queued, counts.dropped) == (24, 4, 8, 12)
+    tracing.shutdown(0.2)
+    assert (counts.exported, counts.lost) == (0, 24)
