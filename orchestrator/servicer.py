@@ -26,6 +26,8 @@ from .statistics import RoundStatistics
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2.0
+DEADLINE_SLACK_SECONDS = 0.05
+"""The caller's clock runs ahead of the one here by the time of the way: its cancellation may come before the deadline."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -142,7 +144,7 @@ def _operation(request: api.GenerateRequest) -> str:
 
 def _cancelled_status(seconds_left: float | None) -> str:
     """By the caller, or by its deadline: gRPC doesn't say, but the clock does."""
-    return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= 0 else "CANCELLED"
+    return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= DEADLINE_SLACK_SECONDS else "CANCELLED"
 
 
 def _start(plan: GenerationPlan, model: str) -> api.GenerationStart:

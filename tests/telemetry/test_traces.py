@@ -143,6 +143,17 @@ def test_a_refused_request_is_a_trace_too(observed: Observed) -> None:
     assert (root.attributes["tandem.status"], root.status) == ("INVALID_ARGUMENT", 0)
 
 
+def test_a_deadline_that_passes_is_told_from_a_cancellation(observed: Observed) -> None:
+    trace_id, metadata = new_trace()
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0)
+    with pytest.raises(grpc.RpcError):
+        list(stub.Generate(sent, metadata=metadata, timeout=0.4))
+    [root] = named(observed.collector.wait(trace_id, _all_ended), "generate")
+    assert (root.attributes["tandem.status"], root.status) == ("DEADLINE_EXCEEDED", 2)
+    assert root.attributes["gen_ai.usage.output_tokens"] > 0
+
+
 def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed) -> None:
     trace_id, metadata = new_trace(sampled=False)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
