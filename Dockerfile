@@ -39,10 +39,20 @@ RUN /build/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_
  && echo '"""Generated from proto/."""' > tandem/v1/__init__.py \
  && /build/bin/pip wheel ${PIP_ARGS} --no-deps --no-build-isolation --wheel-dir /wheel .
 
+# Without what an orchestrator can't use: code of models, which needs torch, tests, and compiled code of modules that it never
+# imports. Those it does import are compiled by doing once what a start does, since the image can't be written later.
 FROM build AS build-orchestrator
+COPY models/tiny-target tokenizer
 RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
  && /build/bin/pip --python /opt/tandem/bin/python check \
- && /build/bin/pip --python /opt/tandem/bin/python freeze > /opt/tandem/packages.txt
+ && /build/bin/pip --python /opt/tandem/bin/python freeze > /opt/tandem/packages.txt \
+ && cd /opt/tandem/lib/python3*/site-packages \
+ && find . -name __pycache__ -prune -exec rm -rf {} + \
+ && find transformers/models -not -path '*/auto/*' \( -name 'modeling_*.py' -o -name 'modular_*.py' -o -name '*image_process*.py' \) -delete \
+ && rm -rf numpy/tests numpy/*/tests numpy/*/*/tests \
+ && cd /src && /opt/tandem/bin/python -m orchestrator --help > /dev/null \
+ && /opt/tandem/bin/python -c 'import tandem.cli.generate, tandem.span_export; \
+from orchestrator.vocabulary import Vocabulary; Vocabulary.load("tokenizer", "")'
 
 # The version of torch is the one in constraints.txt; the local version says which build, so that no other can slip in.
 FROM build AS build-worker-cpu
