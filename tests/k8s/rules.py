@@ -14,6 +14,7 @@ from typing import Any
 from draft_service.config import DraftConfig
 from orchestrator.config import OrchestratorConfig
 from tandem import config
+from tandem.v1 import draft_pb2, orchestrator_pb2, target_pb2
 from target_service.config import TargetConfig
 
 Object = dict[str, Any]
@@ -24,9 +25,9 @@ CONFIGS: Mapping[str, type[Any]] = {
     "target_service": TargetConfig,
 }
 GRPC_SERVICES = {
-    "orchestrator": "tandem.v1.OrchestratorService",
-    "draft_service": "tandem.v1.DraftService",
-    "target_service": "tandem.v1.TargetService",
+    "orchestrator": orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name,
+    "draft_service": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+    "target_service": target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
 }
 MADE_BY_HAND = {"tandem-redis"}
 """Secrets that docs/operations.md tells an operator to make."""
