@@ -16,8 +16,9 @@
 
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
-# What all have: the environment with the orchestrator's dependencies, and the project as a wheel with its generated stubs.
-FROM ${PYTHON_IMAGE} AS build
+# What all have: the environment with the orchestrator's dependencies. Apart from the sources, so that they are kept when those
+# change.
+FROM ${PYTHON_IMAGE} AS dependencies
 ARG PIP_ARGS=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
@@ -29,6 +30,9 @@ pathlib.Path("core.txt").write_text("\n".join(project["dependencies"])); \
 pathlib.Path("worker.txt").write_text("\n".join(project["optional-dependencies"]["worker"]))'
 RUN /build/bin/pip install ${PIP_ARGS} -c constraints.txt grpcio-tools setuptools==84.2.1 \
  && /build/bin/pip --python /opt/tandem/bin/python install ${PIP_ARGS} -c constraints.txt -r core.txt
+
+# The project, with its generated stubs.
+FROM dependencies AS wheel
 COPY LICENSE ./
 COPY proto proto
 COPY tandem tandem
@@ -41,8 +45,9 @@ RUN /build/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_
 
 # Without what an orchestrator can't use: code of models, which needs torch, tests, and compiled code of modules that it never
 # imports. Those it does import are compiled by doing once what a start does, since the image can't be written later.
-FROM build AS build-orchestrator
+FROM dependencies AS build-orchestrator
 COPY models/tiny-target tokenizer
+COPY --from=wheel /wheel /wheel
 RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
  && /build/bin/pip --python /opt/tandem/bin/python check \
  && /build/bin/pip --python /opt/tandem/bin/python freeze > /opt/tandem/packages.txt \
@@ -55,21 +60,23 @@ RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index 
 from orchestrator.vocabulary import Vocabulary; Vocabulary.load("tokenizer", "")'
 
 # The version of torch is the one in constraints.txt; the local version says which build, so that no other can slip in.
-FROM build AS build-worker-cpu
+FROM dependencies AS build-worker-cpu
 RUN /build/bin/pip --python /opt/tandem/bin/python install ${PIP_ARGS} -c constraints.txt \
-      -r worker.txt "$(grep '^torch==' constraints.txt)+cpu" \
- && /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
+      -r worker.txt "$(grep '^torch==' constraints.txt)+cpu"
+COPY --from=wheel /wheel /wheel
+RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
  && /build/bin/pip --python /opt/tandem/bin/python check \
  && /build/bin/pip --python /opt/tandem/bin/python freeze > /opt/tandem/packages.txt
 
-FROM build AS build-worker-cuda
+FROM dependencies AS build-worker-cuda
 RUN /build/bin/pip --python /opt/tandem/bin/python install ${PIP_ARGS} -c constraints.txt -r worker.txt \
- && /opt/tandem/bin/python -c 'import torch; assert torch.version.cuda, "this is not a CUDA build"' \
- && /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
+ && /opt/tandem/bin/python -c 'import torch; assert torch.version.cuda, "this is not a CUDA build"'
+COPY --from=wheel /wheel /wheel
+RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index /wheel/*.whl \
  && /build/bin/pip --python /opt/tandem/bin/python check \
  && /build/bin/pip --python /opt/tandem/bin/python freeze > /opt/tandem/packages.txt
 
-FROM build AS models
+FROM dependencies AS models
 ARG TARGET_MODEL=models/tiny-target
 ARG DRAFT_MODEL=models/tiny-draft
 COPY ${TARGET_MODEL} /models/target

@@ -128,9 +128,12 @@ NAMESPACE  ?= tandem
 KUBECTL    ?= kubectl
 ROLLED_OUT := deployment/orchestrator statefulset/target statefulset/draft
 
-.PHONY: images deploy smoke
+.PHONY: images kube-demo deploy smoke
 images: ## build the images with podman or docker
 	@IMAGE_ARGS='$(IMAGE_ARGS)' k8s/build-images.sh $(IMAGES)
+
+kube-demo: $(INSTALL) ## play the demo's manifests with podman, with the draft and after it was killed
+	@$(BIN)/python k8s/kube_demo.py $(KUBECTL)
 
 deploy: ## apply an overlay to the cluster that kubectl talks to, and wait until it is ready
 	$(KUBECTL) apply -k k8s/overlays/$(OVERLAY)

@@ -1,0 +1,50 @@
+"""What `make kube-demo` plays is what the overlay says. The demo itself needs podman and the images."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import kubernetes_validate
+import pytest
+
+from tests.k8s.kubectl import REPOSITORY, build
+from tests.k8s.test_manifests import VERSIONS
+
+SCRIPT = REPOSITORY / "k8s" / "kube_demo.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kube_demo", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pods_are_the_overlay_s(script: ModuleType) -> None:
+    objects = build(script.OVERLAY)
+    files = script.pods(objects)
+    assert len(files) == 4
+    workloads = {item["metadata"]["name"]: item for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
+    names = {}
+    for address, (*config_maps, pod) in files.items():
+        assert {item["kind"] for item in config_maps} == {"ConfigMap"}
+        kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+        names[pod["metadata"]["name"]] = address
+        original = workloads[pod["metadata"]["name"].removesuffix("-0")]["spec"]["template"]["spec"]
+        assert pod["spec"]["securityContext"] == original["securityContext"]
+        for container, before in zip(pod["spec"]["containers"], original["containers"], strict=True):
+            kept = {key: value for key, value in before.items() if not key.endswith("Probe")}
+            assert container == kept
+    aliases = {name: entry["ip"] for entry in pod["spec"]["hostAliases"] for name in entry["hostnames"]}
+    assert aliases["target-0.target"] == names["target-0"]
+    assert aliases["draft-0.draft"] == names["draft-0"]
+    assert aliases["redis"] == names["redis-0"]
+
+
+def test_a_missing_tool_is_said(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["no-kubectl-of-this-name"]) == 1
+    assert capsys.readouterr().err.startswith("kube-demo did not run: ")
