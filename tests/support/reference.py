@@ -13,6 +13,8 @@ class Reference:
     """A model loaded in float32 for plain decoding."""
 
     def __init__(self, folder: Path) -> None:
+        # The services run beside it; more threads than free cores wait for one another.
+        torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
