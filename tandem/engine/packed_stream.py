@@ -7,18 +7,22 @@ so that an orchestrator that sends without reading meets gRPC's own flow control
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from tandem.engine.job import WorkItem
 from tandem.engine.stream import Answer, Stream
 
 if TYPE_CHECKING:
     from tandem.engine.item_spans import ItemSpans
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +106,38 @@ class PackedStream:
         self._changed.set()
 
     async def _read(self, batches: AsyncIterator[Batch]) -> None:
+        """Reads to the end of the stream. Whatever ends the reading ends the stream: a client would wait for ever."""
         try:
-            async for batch in batches:
-                if batch.release_request_ids:
-                    self._engine.release(self._stream, batch.release_request_ids)
-                if not batch.items:
-                    continue
-                if len(batch.items) > self._limits.items_per_batch:
-                    problem = f"items: {len(batch.items)} in one batch, at most {self._limits.items_per_batch} allowed"
-                    self.end(grpc.StatusCode.INVALID_ARGUMENT, problem)
-                    return
-                self._in_flight += len(batch.items)
-                if self._spans is not None:
-                    self._spans.received(batch.items)
-                self._engine.submit(self._stream, batch.items)
-                if batch.ByteSize() > self._limits.large_message_bytes:
-                    await self._engine.admitted()
-                while self._in_flight > self._limits.items_in_flight:
-                    self._has_room.clear()
-                    await self._has_room.wait()
-            self.end(grpc.StatusCode.OK, "")
+            await self._read_batches(batches)
         except grpc.aio.UsageError:
             # The call is over; `serve` is being cancelled.
             self.end(grpc.StatusCode.CANCELLED, "the call ended")
+        except DecodeError:
+            self.end(grpc.StatusCode.INVALID_ARGUMENT, "a message that is no batch")
+        except Exception:
+            logger.exception("reading a stream failed")
+            self.end(grpc.StatusCode.INTERNAL, "a fault inside the worker; its log has the details")
+
+    async def _read_batches(self, batches: AsyncIterator[Batch]) -> None:
+        async for batch in batches:
+            if batch.release_request_ids:
+                self._engine.release(self._stream, batch.release_request_ids)
+            if not batch.items:
+                continue
+            if len(batch.items) > self._limits.items_per_batch:
+                problem = f"items: {len(batch.items)} in one batch, at most {self._limits.items_per_batch} allowed"
+                self.end(grpc.StatusCode.INVALID_ARGUMENT, problem)
+                return
+            self._in_flight += len(batch.items)
+            if self._spans is not None:
+                self._spans.received(batch.items)
+            self._engine.submit(self._stream, batch.items)
+            if batch.ByteSize() > self._limits.large_message_bytes:
+                await self._engine.admitted()
+            while self._in_flight > self._limits.items_in_flight:
+                self._has_room.clear()
+                await self._has_room.wait()
+        self.end(grpc.StatusCode.OK, "")
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
