@@ -72,6 +72,8 @@ class Outcome:
 
 
 Q_SUM_TOLERANCE = 1e-4
+MAX_SUPPORT_SIZE = 1024
+"""Most ids of a support: the target refuses more."""
 
 
 def check_drafted(token_id: int, support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> Drafted:
@@ -79,6 +81,8 @@ def check_drafted(token_id: int, support_ids: IdArray, q: ProbArray, vocabulary_
     included. Raises DraftContractError with the fault."""
     if support_ids.size == 0 or support_ids.size != q.size:
         raise DraftContractError(f"support of {support_ids.size} ids with {q.size} probabilities")
+    if support_ids.size > MAX_SUPPORT_SIZE:
+        raise DraftContractError(f"support of {support_ids.size} ids, at most {MAX_SUPPORT_SIZE} allowed")
     ordered = np.sort(support_ids)
     if int(ordered[-1]) >= vocabulary_size:
         raise DraftContractError("support holds an id outside of the vocabulary")
@@ -99,7 +103,8 @@ def check_block(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vo
     drawn = support_ids == np.asarray(token_ids)[:, None]
     masses = q[drawn]
     if (
-        max(ordered[:, -1].tolist()) < vocabulary_size
+        ordered.shape[1] <= MAX_SUPPORT_SIZE
+        and max(ordered[:, -1].tolist()) < vocabulary_size
         and not np.count_nonzero(ordered[:, 1:] == ordered[:, :-1])
         and all(abs(total - 1.0) <= Q_SUM_TOLERANCE for total in q.sum(axis=1, dtype=np.float64).tolist())
         and q.min() >= 0.0

@@ -9,15 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from tandem import sampling
-from tandem.acceptance import TargetRow
+from tandem.acceptance import MAX_SUPPORT_SIZE, TargetRow
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
 from tandem.engine.job import Job
 from tandem.engine.session import decode_token_ids
 from tandem.v1 import target_pb2
 from tandem.wire import TOKEN_BYTES, IdArray
-
-MAX_SUPPORT_SIZE = 1024
 
 _MASS_TOLERANCE = 1e-4
 _NOTHING = np.empty(0, dtype=np.uint32)
