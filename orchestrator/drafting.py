@@ -132,7 +132,7 @@ class Drafting:
             except ItemFailed as failed:
                 self._session.forget()
                 if attempt == 1 and failed.reason in _REBUILD_REASONS:
-                    record.rebuilding("draft", worker_pb2.ErrorReason.Name(failed.reason))
+                    record.rebuilding("draft", failed.reason_name)
                     continue
                 raise _degraded_by(failed) from failed
             except StreamLost as lost:

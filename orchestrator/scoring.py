@@ -178,5 +178,5 @@ class Scoring:
 def _reason(fault: Exception) -> str:
     """A fault in one word, out of a bounded set."""
     if isinstance(fault, ItemFailed):
-        return worker_pb2.ErrorReason.Name(fault.reason)
+        return fault.reason_name
     return type(fault).__name__

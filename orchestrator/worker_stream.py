@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_ITEMS_PER_BATCH = 256
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_ERROR_CHARACTERS = 300
 DESCRIBE_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
@@ -48,13 +49,20 @@ class ItemFailed(Exception):
     """The worker answered the item with an error."""
 
     def __init__(self, error: worker_pb2.ItemError) -> None:
-        super().__init__(f"{worker_pb2.ErrorReason.Name(error.reason)}: {error.message}")
         self.error = error
+        super().__init__(f"{self.reason_name}: {error.message[:MAX_ERROR_CHARACTERS]}")
 
     @property
     def reason(self) -> worker_pb2.ErrorReason.ValueType:
         """The typed reason."""
         return self.error.reason
+
+    @property
+    def reason_name(self) -> str:
+        """One word for it, out of a bounded set: a newer worker may have reasons that are unknown here."""
+        if self.reason not in worker_pb2.ErrorReason.values():
+            return "ERROR_REASON_UNKNOWN"
+        return worker_pb2.ErrorReason.Name(self.reason)
 
 
 class IncompatibleWorker(Exception):
