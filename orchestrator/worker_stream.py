@@ -141,8 +141,19 @@ class Replica(Generic[ItemT, AnswerT]):
     def release(self, request_id: str, generation: int) -> None:
         """Tells the replica to forget a session that it opened in stream `generation`; never waits."""
         if self._ready and generation == self.generation:
+            self._withdraw(request_id)
             self._releases.append(request_id)
             self._wake.set()
+
+    def _withdraw(self, request_id: str) -> None:
+        """Takes back what is not sent yet. The releases of a message go before its items: an item of the same request
+        would open the session anew, for nobody, and hold its cache slot for as long as the stream lasts."""
+        for item in self._outbox:
+            if item.request_id == request_id:
+                future = self._pending.pop((item.request_id, item.cache_epoch), None)
+                if future is not None:
+                    future.cancel()
+        self._outbox = [item for item in self._outbox if item.request_id != request_id]
 
     async def close(self) -> None:
         """Ends the stream."""
