@@ -54,7 +54,9 @@ class Admission:
             raise Overloaded(f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS)
         self.waiting += 1
         try:
-            await asyncio.wait_for(self._places.acquire(), self._max_waiting_seconds)
+            # Not `wait_for`: up to Python 3.11 it loses a cancellation that comes together with the place.
+            async with asyncio.timeout(self._max_waiting_seconds):
+                await self._places.acquire()
         except TimeoutError:
             raise Overloaded(
                 f"no place became free within {self._max_waiting_seconds:g} s", "QUEUE_TIMEOUT", RETRY_AFTER_SECONDS

@@ -280,7 +280,9 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         """Returns when a replica came or went, at latest after `seconds`."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            # Not `wait_for`: up to Python 3.11 it loses a cancellation that comes together with the change.
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     @property
     def ready(self) -> bool:
