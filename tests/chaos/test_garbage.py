@@ -1,0 +1,637 @@
+"""Garbage on every inner wire, and in the store: the process lives, other requests are untouched, and what a caller sees
+is either the true output or a typed error.
+
+The lies go through `LyingWorker`, a real gRPC server that asks a true worker and tells what it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from orchestrator.admission import Admission
+from orchestrator.worker_stream import Replica, ReplicaPool, WorkerKind
+from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
+from tandem.v1 import draft_pb2, draft_pb2_grpc, orchestrator_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
+from tests.engine.harness import propose_item, sampled, verify_item
+from tests.support.generation import Generation, generate, request
+from tests.support.services import MODELS, ServiceProcess, Stack, free_port, running_stack
+from tests.telemetry.scrape import scrape
+from tests.workers.client import PackedClient, propose_stream, reason, verify_stream
+
+VOCABULARY = 512
+SLOTS = 8
+PROMPT = [5, 6, 7]
+TOKENS = list(range(10, 30))
+CANARY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": 3}
+METHODS = {"draft": "/tandem.v1.DraftService/Propose", "target": "/tandem.v1.TargetService/Verify"}
+RETRY_SECONDS = 1.0
+
+Lie = Callable[[Any], Iterable[Any]]
+
+
+def honest(batch: Any) -> Iterable[Any]:
+    """The truth."""
+    yield batch
+
+
+class LyingWorker:
+    """A draft or target service in this process: true answers of a true worker, changed by `lie`."""
+
+    def __init__(self, role: str, upstream: str) -> None:
+        self.lie: Lie = honest
+        self.describe: Callable[[worker_pb2.GetModelInfoResponse], None] = lambda info: None
+        channel = grpc.insecure_channel(upstream)
+        stub: Any
+        if role == "draft":
+            stub, batch = draft_pb2_grpc.DraftServiceStub(channel), draft_pb2.ProposeBatch
+        else:
+            stub, batch = target_pb2_grpc.TargetServiceStub(channel), target_pb2.VerifyBatch
+        service, method = METHODS[role][1:].split("/")
+        self._exchange = getattr(stub, method)
+        self._info = stub.GetModelInfo
+        self._executor = ThreadPoolExecutor(16)
+        self._server = grpc.server(self._executor)
+        handlers = {
+            method: grpc.stream_stream_rpc_method_handler(self._serve, batch.FromString, _serialized),
+            "GetModelInfo": grpc.unary_unary_rpc_method_handler(
+                self._model_info, worker_pb2.GetModelInfoRequest.FromString, _serialized
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(0).wait()
+
+    def _serve(self, batches: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        call = self._exchange(batches)
+        context.add_callback(call.cancel)
+        with contextlib.suppress(grpc.RpcError, StreamEnds):
+            for batch in call:
+                yield from self.lie(batch)
+
+    def _model_info(self, message: Any, context: grpc.ServicerContext) -> worker_pb2.GetModelInfoResponse:
+        info: worker_pb2.GetModelInfoResponse = self._info(message)
+        self.describe(info)
+        return info
+
+
+class StreamEnds(Exception):
+    """Raised by a lie that ends the stream."""
+
+
+def _serialized(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    environment = {"TANDEM_TARGET_SLOTS": str(SLOTS), "TANDEM_DRAFT_SLOTS": str(SLOTS)}
+    for role in METHODS:
+        environment[f"TANDEM_{role.upper()}_METRICS_LISTEN"] = f"127.0.0.1:{free_port()}"
+    folder = tmp_path_factory.mktemp("garbage")
+    with running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as running:
+        running.environment = environment
+        yield running
+
+
+@pytest.fixture(scope="module")
+def liars(stack: Stack) -> Iterator[dict[str, LyingWorker]]:
+    workers = {role: LyingWorker(role, getattr(stack, role).address) for role in METHODS}
+    yield workers
+    for worker in workers.values():
+        worker.stop()
+
+
+@pytest.fixture(scope="module")
+def orchestrator(
+    stack: Stack, liars: dict[str, LyingWorker], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    """An orchestrator whose workers lie."""
+    address = f"127.0.0.1:{free_port()}"
+    environment = {
+        "TANDEM_ORCHESTRATOR_LISTEN": address,
+        "TANDEM_DRAFT_ADDRESSES": liars["draft"].address,
+        "TANDEM_TARGET_ADDRESSES": liars["target"].address,
+        "TANDEM_TOKENIZER": str(MODELS / "tiny-target"),
+        "TANDEM_REDIS_URL": stack.redis_url,
+        "TANDEM_DRAFT_BACKOFF_SECONDS": "0.1",
+        "TANDEM_TARGET_RETRY_SECONDS": str(RETRY_SECONDS),
+    }
+    process = ServiceProcess("orchestrator", address, environment, tmp_path_factory.mktemp("lied-to") / "log")
+    process.start()
+    try:
+        process.wait_serving()
+        yield process
+        assert process.process is not None
+        assert process.process.poll() is None
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def channel(stack: Stack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def lied_to(orchestrator: ServiceProcess) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(orchestrator.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def truth(channel: grpc.Channel) -> tuple[Any, ...]:
+    return generate(channel, PROMPT, **{**CANARY, "num_speculative_tokens": 0}).seen
+
+
+def assert_nothing_is_left(stack: Stack, seconds: float = 5.0) -> None:
+    """No session and no cache slot is held at either worker."""
+    deadline = time.monotonic() + seconds
+    while True:
+        scrapes = [scrape(stack.environment[f"TANDEM_{role.upper()}_METRICS_LISTEN"]) for role in METHODS]
+        left = [each.value(name) for each in scrapes for name in ("tandem_sessions", "tandem_kv_cache_usage_perc")]
+        if not any(left):
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def canary(stack: Stack, channel: grpc.Channel, truth: tuple[Any, ...]) -> Iterator[None]:
+    """After the test, a request has the same answer as ever, and all slots are free."""
+    yield
+    assert generate(channel, PROMPT, **CANARY).seen == truth
+    assert_nothing_is_left(stack)
+
+
+@pytest.fixture(params=sorted(METHODS))
+def role(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def worker_channel(stack: Stack, role: str) -> Iterator[grpc.Channel]:
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(getattr(stack, role).address, options=options) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stream(worker_channel: grpc.Channel, role: str) -> PackedClient:
+    return verify_stream(worker_channel) if role == "target" else propose_stream(worker_channel)
+
+
+def good_item(role: str, request_id: str, epoch: int = 0) -> Any:
+    if role == "target":
+        return verify_item(request_id, epoch, TOKENS, 0, [5, 6], [[5, 7], [6, 8]], sampled(3))
+    return propose_item(request_id, epoch, TOKENS, 0, 3, sampling=sampled(3))
+
+
+# Garbage to a worker.
+
+
+@pytest.mark.parametrize("payload", [b"\xff" * 50, b"\x0a\x05\x0a\x03\xff\xfe\xfd", b"\x0a\xff\xff\xff\xff\x0f"])
+@pytest.mark.usefixtures("canary")
+def test_a_message_that_is_no_batch_ends_its_stream(role: str, worker_channel: grpc.Channel, payload: bytes) -> None:
+    done = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        batch = draft_pb2.ProposeBatch if role == "draft" else target_pb2.VerifyBatch
+        yield batch(items=[good_item(role, "before")]).SerializeToString()
+        yield payload
+        done.wait(10)
+
+    raw = worker_channel.stream_stream(METHODS[role])
+    with pytest.raises(grpc.RpcError) as caught:
+        list(raw(messages(), timeout=8))
+    done.set()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+def _scramble(message: Any, rng: random.Random) -> None:
+    """Puts nonsense into up to three fields, however deep."""
+    for _ in range(rng.randint(1, 3)):
+        field = rng.choice([field for field in message.DESCRIPTOR.fields if field.name != "request_id"])
+        if field.message_type is not None:
+            _scramble(getattr(message, field.name), rng)
+        elif field.is_repeated:
+            del getattr(message, field.name)[:]
+            getattr(message, field.name).extend(_nonsense(field, rng) for _ in range(rng.randint(0, 4)))
+        else:
+            setattr(message, field.name, _nonsense(field, rng))
+
+
+def _nonsense(field: Any, rng: random.Random) -> Any:
+    match field.type:
+        case field.TYPE_BYTES:
+            ids = encode_ids([rng.randrange(VOCABULARY + 88) for _ in range(rng.randint(0, 30))])
+            return rng.choice([b"", rng.randbytes(rng.randint(0, 40)), ids])
+        case field.TYPE_STRING:
+            return "x" * rng.randint(0, 300)
+        case field.TYPE_FLOAT:
+            return rng.choice([math.nan, math.inf, -1.0, 0.0, 1e-45, 1e30, 0.5, 1.0])
+        case field.TYPE_BOOL:
+            return rng.random() < 0.5
+        case field.TYPE_ENUM:
+            return rng.choice([-1, 0, 1, 2, 3, 77])
+        case field.TYPE_UINT64 | field.TYPE_FIXED64:
+            return rng.choice([0, 1, 2**64 - 1])
+        case _:
+            return rng.choice([0, 1, 2, 3, 16, 20, 21, 10**6, 2**32 - 1])
+
+
+@pytest.mark.usefixtures("canary")
+def test_scrambled_items_are_each_answered_once(role: str, stream: PackedClient) -> None:
+    rng, reasons = random.Random(17), set()
+    for number in range(400):
+        item = good_item(role, f"scrambled{number}")
+        _scramble(item, rng)
+        answer = stream.ask(item)
+        assert answer.request_id == item.request_id
+        assert len(answer.error.message) < 300
+        reasons.add(reason(answer))
+        stream.send([], [item.request_id])
+    assert stream.close() == []
+    assert {"", "INVALID_ARGUMENT", "CACHE_MISS"} <= reasons
+
+
+@pytest.mark.usefixtures("canary")
+def test_one_batch_of_contradictions(role: str, stream: PackedClient) -> None:
+    """The same request several times, epochs that fall, and a release beside the items of the same request."""
+    items = [good_item(role, "a", epoch) for epoch in (0, 0, 1, 0)] + [good_item(role, "b", 3), good_item(role, "b", 2)]
+    stream.send(items, ["a", "b", "never heard of"])
+    stream.send([good_item(role, "a", 2)], ["a"])
+    answers = {(answer.request_id, answer.cache_epoch, reason(answer)) for answer in stream.close()}
+    assert answers >= {
+        ("a", 0, "STALE_CACHE_EPOCH"),
+        ("a", 2, ""),
+        ("b", 2, "STALE_CACHE_EPOCH"),
+        ("b", 3, ""),
+    }
+    assert {request_id for request_id, _, why in answers if why not in ("", "CANCELLED", "STALE_CACHE_EPOCH")} == set()
+
+
+@pytest.mark.usefixtures("canary")
+def test_more_sessions_than_slots_and_more_items_than_a_batch(role: str, worker_channel: grpc.Channel) -> None:
+    open_stream = verify_stream if role == "target" else propose_stream
+    crowd = open_stream(worker_channel)
+    crowd.send([good_item(role, str(number)) for number in range(500)])
+    reasons = [reason(answer) for answer in crowd.close()]
+    assert (reasons.count(""), reasons.count("RESOURCE_EXHAUSTED")) == (SLOTS, 500 - SLOTS)
+    flood = open_stream(worker_channel)
+    flood.send([good_item(role, str(number)) for number in range(10_000)])
+    with pytest.raises(grpc.RpcError) as caught:
+        flood.close()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+# A draft that lies.
+
+
+def _each(change: Callable[[Any], None]) -> Lie:
+    def lie(batch: Any) -> Iterable[Any]:
+        for item in batch.items:
+            change(item)
+        yield batch
+
+    return lie
+
+
+def _each_token(change: Callable[[draft_pb2.DraftedToken], None]) -> Lie:
+    def changed(item: draft_pb2.ProposalItem) -> None:
+        for token in item.proposal.tokens:
+            change(token)
+
+    return _each(changed)
+
+
+def _set(**fields: Any) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        for name, value in fields.items():
+            setattr(message, name, value)
+
+    return change
+
+
+def _scaled_q(factor: float) -> Lie:
+    def change(token: draft_pb2.DraftedToken) -> None:
+        count = decode_ids(token.support_ids).size
+        token.support_probs = encode_probs(decode_probs(token.support_probs, count) * np.float32(factor))
+
+    return _each_token(change)
+
+
+def _foreign_token(token: draft_pb2.DraftedToken) -> None:
+    token.token_id = (token.token_id + 1) % VOCABULARY
+
+
+def _out_of_vocabulary(token: draft_pb2.DraftedToken) -> None:
+    token.token_id = 10**6
+    token.support_ids, token.support_probs = encode_ids([10**6]), encode_probs([1.0])
+
+
+def _other_tokens(token: draft_pb2.DraftedToken) -> None:
+    """Nothing wrong with it but that it's nonsense."""
+    token.token_id = 499
+    token.support_ids, token.support_probs = encode_ids([499, 3]), encode_probs([0.5, 0.5])
+
+
+def _error(**fields: Any) -> Lie:
+    return _each(lambda item: item.error.CopyFrom(worker_pb2.ItemError(**fields)))
+
+
+def _twice(batch: Any) -> Iterable[Any]:
+    yield from (batch, batch)
+
+
+def _never(batch: Any) -> Iterable[Any]:
+    return ()
+
+
+def _late(batch: Any) -> Iterable[Any]:
+    time.sleep(1.3)
+    yield batch
+
+
+def _no_message(batch: Any) -> Iterable[Any]:
+    yield b"\xff" * 50
+
+
+def _end(batch: Any) -> Iterable[Any]:
+    raise StreamEnds
+
+
+def _of_proposal(change: Callable[[draft_pb2.Proposal], Any]) -> Lie:
+    return _each(lambda item: change(item.proposal))
+
+
+DRAFT_LIES: dict[str, tuple[Lie, str]] = {
+    "a token out of the vocabulary": (_each_token(_out_of_vocabulary), "draft_invalid"),
+    "a token outside of its support": (_each_token(_foreign_token), "draft_invalid"),
+    "q sums to a half": (_scaled_q(0.5), "draft_invalid"),
+    "q sums to two": (_scaled_q(2.0), "draft_invalid"),
+    "q is not a number": (_scaled_q(math.nan), "draft_invalid"),
+    "q is negative": (_scaled_q(-1.0), "draft_invalid"),
+    "an odd support": (_each_token(_set(support_ids=b"123")), "draft_invalid"),
+    "no support": (_each_token(_set(support_ids=b"", support_probs=b"")), "draft_invalid"),
+    "supports without q": (_each_token(_set(support_probs=b"")), "draft_invalid"),
+    "no tokens": (_of_proposal(lambda proposal: proposal.ClearField("tokens")), "draft_invalid"),
+    "too many tokens": (_of_proposal(lambda proposal: proposal.tokens.extend([*proposal.tokens] * 5)), "draft_invalid"),
+    "nonsense": (_each_token(_other_tokens), ""),
+    "fewer tokens": (_of_proposal(lambda proposal: proposal.tokens.__delitem__(slice(1, None))), ""),
+    "a longer cache": (_of_proposal(_set(cached_length=2**32 - 1)), ""),
+    "a shorter cache": (_of_proposal(_set(cached_length=2)), ""),
+    "an empty cache": (_of_proposal(_set(cached_length=0)), ""),
+    "every answer twice": (_twice, ""),
+    "another epoch": (_each(_set(cache_epoch=77)), "draft_timeout"),
+    "another request": (_each(_set(request_id="x")), "draft_timeout"),
+    "no answer": (_never, "draft_timeout"),
+    "late answers": (_late, "draft_timeout"),
+    "neither result nor error": (_each(lambda item: item.ClearField("proposal")), "draft_unavailable"),
+    "an unknown error": (_error(reason=99, message="x" * 10_000), "draft_unavailable"),
+    "a cache miss each time": (_error(reason=worker_pb2.ERROR_REASON_CACHE_MISS), "draft_unavailable"),
+    "a message that is none": (_no_message, "draft_unavailable"),
+    "the stream ends": (_end, "draft_unavailable"),
+}
+
+
+@pytest.fixture
+def draft(liars: dict[str, LyingWorker], lied_to: grpc.Channel) -> Iterator[LyingWorker]:
+    yield liars["draft"]
+    liars["draft"].lie = honest
+    _wait_for_the_draft(lied_to)
+
+
+def _wait_for_the_draft(lied_to: grpc.Channel) -> Generation:
+    """Until a request is speculated without a fault."""
+    deadline = time.monotonic() + 15
+    while (generation := generate(lied_to, PROMPT, **CANARY)).speculation.degraded_rounds:
+        assert time.monotonic() < deadline, generation.speculation
+        time.sleep(0.1)
+    return generation
+
+
+@pytest.mark.parametrize("name", DRAFT_LIES)
+def test_a_draft_that_lies(lied_to: grpc.Channel, draft: LyingWorker, truth: tuple[Any, ...], name: str) -> None:
+    draft.lie, expected = DRAFT_LIES[name]
+    generation = generate(lied_to, PROMPT, **CANARY)
+    assert generation.seen == truth
+    reasons = set(generation.speculation.degraded_reasons)
+    if expected:
+        assert expected in reasons
+        assert generation.speculation.degraded_rounds > 0
+    else:
+        assert reasons <= {"draft_timeout"}  # a slow machine
+    if name == "a longer cache":
+        # What the draft claims is believed as far as it can be true, and its CACHE_MISS mends the rest.
+        assert generation.speculation.rebuilds <= generation.speculation.rounds
+
+
+def test_a_draft_of_another_vocabulary_comes_back(
+    lied_to: grpc.Channel, draft: LyingWorker, truth: tuple[Any, ...]
+) -> None:
+    draft.describe = _set(vocabulary_fingerprint=b"x" * 32)
+    try:
+        draft.lie = _end
+        for _ in range(3):
+            generation = generate(lied_to, PROMPT, **CANARY)
+            assert generation.seen == truth
+            assert list(generation.speculation.degraded_reasons) == ["draft_unavailable"]
+    finally:
+        draft.describe = lambda info: None
+
+
+# A target that breaks its contract.
+
+
+def _each_row(change: Callable[[target_pb2.TargetRow], Any]) -> Lie:
+    def changed(item: target_pb2.VerdictItem) -> None:
+        for row in item.verdict.rows:
+            change(row)
+
+    return _each(changed)
+
+
+def _of_verdict(change: Callable[[target_pb2.Verdict], Any]) -> Lie:
+    return _each(lambda item: change(item.verdict))
+
+
+TARGET_LIES: dict[str, Lie] = {
+    "mass is missing": _each_row(lambda row: _set(outside_mass=row.outside_mass - 0.01)(row)),
+    "mass is too much": _each_row(lambda row: _set(outside_mass=row.outside_mass + 0.01)(row)),
+    "mass is not a number": _each_row(_set(outside_mass=math.nan)),
+    "a row is missing": _of_verdict(lambda verdict: verdict.rows.pop()),
+    "a row too many": _of_verdict(lambda verdict: verdict.rows.add(outside_mass=1.0)),
+    "no rows": _of_verdict(lambda verdict: verdict.ClearField("rows")),
+    "p is too long": _each_row(lambda row: _set(support_probs=row.support_probs + b"\0\0\0\0")(row)),
+    "p is odd": _each_row(lambda row: _set(support_probs=row.support_probs + b"\0")(row)),
+    "an unknown error": _error(reason=99),
+    "neither verdict nor error": _each(lambda item: item.ClearField("verdict")),
+    "a message that is none": _no_message,
+    "the stream ends": _end,
+}
+
+
+@pytest.fixture
+def target(liars: dict[str, LyingWorker], lied_to: grpc.Channel) -> Iterator[LyingWorker]:
+    yield liars["target"]
+    liars["target"].lie = honest
+    deadline = time.monotonic() + 15
+    while True:
+        try:
+            generate(lied_to, PROMPT, **CANARY)
+        except grpc.RpcError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _from_answer(number: int, lie: Lie, count: int) -> Lie:
+    """Lies in `count` answers from the `number`th on."""
+    seen = iter(range(10**9))
+
+    def sometimes(batch: Any) -> Iterable[Any]:
+        return lie(batch) if number <= next(seen) < number + count else honest(batch)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("name", TARGET_LIES)
+def test_a_target_that_lies_once(lied_to: grpc.Channel, target: LyingWorker, truth: tuple[Any, ...], name: str) -> None:
+    target.lie = _from_answer(3, TARGET_LIES[name], 1)
+    generation = generate(lied_to, PROMPT, **CANARY)
+    assert generation.seen == truth
+    assert generation.speculation.rebuilds >= 1
+
+
+@pytest.mark.parametrize("name", ["mass is missing", "a row is missing", "p is too long"])
+def test_nothing_is_emitted_from_a_target_that_goes_on_lying(
+    lied_to: grpc.Channel, target: LyingWorker, truth: tuple[Any, ...], name: str
+) -> None:
+    target.lie = _from_answer(3, TARGET_LIES[name], 10**9)
+    received: list[int] = []
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in orchestrator_pb2_grpc.OrchestratorServiceStub(lied_to).Generate(
+            request(PROMPT, **CANARY), timeout=30
+        ):
+            received += [token.token_id for token in response.tokens]
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert 3 <= len(received) < CANARY["max_tokens"]
+    assert received == truth[0][: len(received)]
+
+
+# What only happens when two things come together.
+
+
+@pytest.mark.parametrize("ticks", range(5))
+async def test_a_caller_that_leaves_as_its_place_comes_holds_no_place(ticks: int) -> None:
+    admission = Admission(max_running=1, max_waiting=4, max_waiting_seconds=5)
+    entered: list[str] = []
+
+    async def hold(name: str) -> None:
+        async with admission.place():
+            entered.append(name)
+
+    async with admission.place():
+        leaver = asyncio.create_task(hold("leaver"))
+        stayer = asyncio.create_task(hold("stayer"))
+        await asyncio.sleep(0.01)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    too_late = leaver.done()
+    leaver.cancel()
+    await asyncio.wait((leaver, stayer))
+    assert leaver.cancelled() is not too_late
+    assert entered == ["leaver"] * too_late + ["stayer"]
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("ticks", range(5))
+async def test_a_request_that_ends_as_a_replica_comes_waits_no_more(ticks: int) -> None:
+    pool: ReplicaPool[Any, Any] = ReplicaPool((), _fake_kind(_FakeStream()), lambda info: None, lambda: None)
+    waiter = asyncio.create_task(pool.wait_for_change(5))
+    await asyncio.sleep(0.01)
+    pool._changed.set()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    too_late = waiter.done()
+    waiter.cancel()
+    await asyncio.wait((waiter,))
+    assert waiter.cancelled() is not too_late
+
+
+class _FakeStream:
+    """A stream whose writes take as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.may_write = asyncio.Event()
+        self.written: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def write(self, message: Any) -> None:
+        self.written.put_nowait(message)
+        await self.may_write.wait()
+
+    async def read(self) -> Any:
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        pass
+
+    async def GetModelInfo(self, *_: Any, **__: Any) -> worker_pb2.GetModelInfoResponse:
+        return worker_pb2.GetModelInfoResponse()
+
+
+def _fake_kind(stream: _FakeStream) -> WorkerKind[Any, Any]:
+    return WorkerKind(
+        role="draft",
+        stub=lambda channel: stream,
+        open_stream=lambda stub: stub,
+        pack=lambda items, releases: draft_pb2.ProposeBatch(items=items, release_request_ids=releases),
+        answer=lambda result: None,
+    )
+
+
+async def test_an_item_that_waits_to_be_sent_goes_with_its_request() -> None:
+    """A message's releases come before its items: an item left behind would open a session that nobody ends."""
+    stream, connected = _FakeStream(), asyncio.Event()
+    replica: Replica[Any, Any] = Replica("127.0.0.1:1", _fake_kind(stream), lambda info: None, connected.set)
+    await connected.wait()
+    first = replica.submit(good_item("draft", "first"))
+    await stream.written.get()
+    gone, stays = replica.submit(good_item("draft", "gone")), replica.submit(good_item("draft", "stays"))
+    replica.release("gone", replica.generation)
+    stream.may_write.set()
+    message = await stream.written.get()
+    assert list(message.release_request_ids) == ["gone"]
+    assert [item.request_id for item in message.items] == ["stays"]
+    assert (first.done(), gone.cancelled(), stays.done()) == (False, True, False)
+    await replica.close()
+
+
+def test_a_support_that_no_target_takes_is_refused() -> None:
+    """The target's refusal would end the request; the draft's fault must not."""
+    ids = np.arange(MAX_SUPPORT_SIZE + 1, dtype=np.uint32)
+    q = np.full(ids.size, 1 / ids.size, dtype=np.float32)
+    assert check_drafted(3, ids[:-1], q[:-1] / q[:-1].sum(), 49_152).index == 3
+    with pytest.raises(DraftContractError, match="at most"):
+        check_drafted(3, ids, q, 49_152)
+    with pytest.raises(DraftContractError, match="at most"):
+        check_block([3, 4], np.stack([ids, ids]), np.stack([q, q]), 49_152)
