@@ -44,10 +44,17 @@ _HOPELESS_REASONS = frozenset(
     {
         worker_pb2.ERROR_REASON_INVALID_ARGUMENT,
         worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED,
+    }
+)
+_AFRESH_REASONS = frozenset(
+    {
+        worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED,
+        worker_pb2.ERROR_REASON_DRAINING,
+        # The session is an earlier request's, whose id the store has forgotten.
         worker_pb2.ERROR_REASON_STALE_CACHE_EPOCH,
     }
 )
-_ELSEWHERE_REASONS = frozenset({worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, worker_pb2.ERROR_REASON_DRAINING})
+"""The session is given up, and a new one opened, elsewhere if there is another replica."""
 
 
 class TargetContractError(ValueError):
@@ -90,7 +97,7 @@ class Scoring:
             except ItemFailed as failed:
                 if failed.reason in _HOPELESS_REASONS:
                     raise RequestFailed(f"the target refused the round: {failed}", "TARGET_REFUSED") from failed
-                if failed.reason in _ELSEWHERE_REASONS:
+                if failed.reason in _AFRESH_REASONS:
                     self._session.leave()
                 fault: Exception = failed
             except (StreamLost, TargetContractError, TimeoutError) as error:
