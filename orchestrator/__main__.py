@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 CLOSE_SECONDS = 1.0
+STORE_ATTEMPTS = 10_000
+"""No bound: the setting is a time, and a store that refuses connections uses up a few attempts in half a second."""
 MAX_REQUEST_BYTES = 8 << 20
 """Room for the longest prompt at four bytes a character, and the rest of a request."""
 
@@ -92,6 +94,7 @@ def _store_config(settings: OrchestratorConfig) -> StoreConfig:
             running_ttl=settings.running_ttl_seconds,
             finished_ttl=settings.finished_ttl_seconds,
             retry_seconds=settings.store_retry_seconds,
+            retry_attempts=STORE_ATTEMPTS,
         )
     except ValueError as error:
         raise config.ConfigError(f"TANDEM_REDIS_URL: {error}") from error

@@ -27,6 +27,7 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, orchestrator_pb2_grpc, target_p
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
 from tests.engine.harness import propose_item, sampled, verify_item
 from tests.support.generation import Generation, generate, request
+from tests.support.redis_servers import RedisServer, kinds
 from tests.support.services import MODELS, ServiceProcess, Stack, free_port, running_stack
 from tests.telemetry.scrape import scrape
 from tests.workers.client import PackedClient, propose_stream, reason, verify_stream
@@ -207,15 +208,22 @@ def good_item(role: str, request_id: str, epoch: int = 0) -> Any:
 # Garbage to a worker.
 
 
-@pytest.mark.parametrize("payload", [b"\xff" * 50, b"\x0a\x05\x0a\x03\xff\xfe\xfd", b"\x0a\xff\xff\xff\xff\x0f"])
+NO_BATCH = {
+    "noise": b"\xff" * 50,
+    "a string that is no UTF-8": b"\x0a\x05\x0a\x03\xff\xfe\xfd",
+    "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
+}
+
+
+@pytest.mark.parametrize("name", NO_BATCH)
 @pytest.mark.usefixtures("canary")
-def test_a_message_that_is_no_batch_ends_its_stream(role: str, worker_channel: grpc.Channel, payload: bytes) -> None:
+def test_a_message_that_is_no_batch_ends_its_stream(role: str, worker_channel: grpc.Channel, name: str) -> None:
     done = threading.Event()
 
     def messages() -> Iterator[bytes]:
         batch = draft_pb2.ProposeBatch if role == "draft" else target_pb2.VerifyBatch
         yield batch(items=[good_item(role, "before")]).SerializeToString()
-        yield payload
+        yield NO_BATCH[name]
         done.wait(10)
 
     raw = worker_channel.stream_stream(METHODS[role])
@@ -483,6 +491,7 @@ TARGET_LIES: dict[str, Lie] = {
     "p is too long": _each_row(lambda row: _set(support_probs=row.support_probs + b"\0\0\0\0")(row)),
     "p is odd": _each_row(lambda row: _set(support_probs=row.support_probs + b"\0")(row)),
     "an unknown error": _error(reason=99),
+    "a stale epoch": _error(reason=worker_pb2.ERROR_REASON_STALE_CACHE_EPOCH),
     "neither verdict nor error": _each(lambda item: item.ClearField("verdict")),
     "a message that is none": _no_message,
     "the stream ends": _end,
@@ -536,6 +545,106 @@ def test_nothing_is_emitted_from_a_target_that_goes_on_lying(
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     assert 3 <= len(received) < CANARY["max_tokens"]
     assert received == truth[0][: len(received)]
+
+
+# A store that forgets, fills up, hangs and goes away. Tokens already sent are right, and what comes next is well.
+
+
+class StoreOfOne:
+    """An orchestrator with a store of its own."""
+
+    def __init__(self, store: RedisServer, channel: grpc.Channel, process: ServiceProcess) -> None:
+        self.store, self.process = store, process
+        self._channel = channel
+
+    def disturbed(self, disturb: Callable[[], None]) -> tuple[list[int], grpc.StatusCode]:
+        """The tokens and the status of a request in whose course this happens."""
+        received: list[int] = []
+        responses = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel).Generate(
+            request(PROMPT, **LONG), timeout=60
+        )
+        try:
+            for response in responses:
+                before = len(received)
+                received += [token.token_id for token in response.tokens]
+                if before < 20 <= len(received):
+                    disturb()
+        except grpc.RpcError as error:
+            return received, error.code()  # type: ignore[attr-defined]
+        return received, grpc.StatusCode.OK
+
+    def whole(self) -> list[int]:
+        """The output when nothing happens."""
+        return generate(self._channel, PROMPT, **LONG).ids
+
+
+LONG = {**CANARY, "max_tokens": 80}
+
+
+@pytest.fixture(scope="module")
+def store_of_one(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreOfOne]:
+    folder, address = tmp_path_factory.mktemp("store"), f"127.0.0.1:{free_port()}"
+    store = kinds()[0].create(folder, {"appendonly": "yes"})
+    environment = {
+        "TANDEM_ORCHESTRATOR_LISTEN": address,
+        "TANDEM_DRAFT_ADDRESSES": stack.draft.address,
+        "TANDEM_TARGET_ADDRESSES": stack.target.address,
+        "TANDEM_TOKENIZER": str(MODELS / "tiny-target"),
+        "TANDEM_REDIS_URL": store.url,
+        "TANDEM_STORE_TIMEOUT_SECONDS": "1",
+        "TANDEM_STORE_RETRY_SECONDS": "10",
+    }
+    process = ServiceProcess("orchestrator", address, environment, folder / "log")
+    store.start()
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(address) as channel:
+            yield StoreOfOne(store, channel, process)
+    finally:
+        process.stop()
+        store.close()
+
+
+def _restarted_after(store: RedisServer, seconds: float) -> None:
+    store.stop()
+    threading.Timer(seconds, store.start).start()
+
+
+LIVED_THROUGH: dict[str, Callable[[RedisServer], Any]] = {
+    "scripts are forgotten": lambda store: store.command("SCRIPT", "FLUSH"),
+    "a pause longer than the timeout": lambda store: store.command("CLIENT", "PAUSE", "1500"),
+    "a restart": lambda store: _restarted_after(store, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", LIVED_THROUGH)
+def test_a_store_that_is_back_in_time(store_of_one: StoreOfOne, name: str) -> None:
+    whole = store_of_one.whole()
+    received, status = store_of_one.disturbed(lambda: LIVED_THROUGH[name](store_of_one.store))
+    assert (received, status) == (whole, grpc.StatusCode.OK)
+
+
+FATAL: dict[str, tuple[Callable[[RedisServer], Any], grpc.StatusCode]] = {
+    "everything is forgotten": (lambda store: store.command("FLUSHALL"), grpc.StatusCode.UNAVAILABLE),
+    "no memory is left": (
+        lambda store: store.command("CONFIG", "SET", "maxmemory", "100kb"),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_a_store_that_takes_no_more(store_of_one: StoreOfOne, name: str) -> None:
+    whole = store_of_one.whole()
+    disturb, expected = FATAL[name]
+    received, status = store_of_one.disturbed(lambda: disturb(store_of_one.store))
+    assert status == expected
+    assert 20 <= len(received) < len(whole)
+    assert received == whole[: len(received)]
+    store_of_one.store.command("CONFIG", "SET", "maxmemory", "0")
+    store_of_one.process.wait_serving(10)
+    assert store_of_one.whole() == whole
 
 
 # What only happens when two things come together.
