@@ -129,9 +129,7 @@ class Replica(Generic[ItemT, AnswerT]):
         if not self._ready:
             raise StreamLost(f"{self.role} {self.address} is not connected")
         key = (item.request_id, item.cache_epoch)
-        earlier = self._pending.pop(key, None)
-        if earlier is not None:
-            earlier.cancel()
+        self._give_up(key, "a later item took its place")
         future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
         self._pending[key] = future
         self._outbox.append(item)
@@ -150,10 +148,15 @@ class Replica(Generic[ItemT, AnswerT]):
         would open the session anew, for nobody, and hold its cache slot for as long as the stream lasts."""
         for item in self._outbox:
             if item.request_id == request_id:
-                future = self._pending.pop((item.request_id, item.cache_epoch), None)
-                if future is not None:
-                    future.cancel()
+                self._give_up((item.request_id, item.cache_epoch), "its request was released")
         self._outbox = [item for item in self._outbox if item.request_id != request_id]
+
+    def _give_up(self, key: tuple[str, int], why: str) -> None:
+        """No answer is awaited for this any more. Not a cancellation: whoever still waits, a second request of the same
+        id for example, was not cancelled."""
+        future = self._pending.pop(key, None)
+        if future is not None and not future.done():
+            _fail(future, StreamLost(why))
 
     async def close(self) -> None:
         """Ends the stream."""
