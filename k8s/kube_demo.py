@@ -26,7 +26,7 @@ OVERLAY = Path(__file__).resolve().parent / "overlays" / "cpu-demo"
 NETWORK = "tandem-kube-demo"
 PREFIX = "10.89.77."
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-READY_SECONDS = 300.0
+READY_SECONDS = 180.0
 TOKENS = 32
 PROMPT = "def main():"
 
