@@ -68,6 +68,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             try:
                 async with aclosing(self._responses(plan, completion, ownership, recorder)) as responses:
                     async for response in responses:
+                        if response.HasField("start"):
+                            # Else it goes with the first message, and while that is unread no status can be sent.
+                            await context.send_initial_metadata(())
                         await self._write(context, response)
             except _STORE_FAULTS as fault:
                 raise _as_failure(fault) from fault

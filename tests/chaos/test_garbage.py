@@ -594,6 +594,7 @@ def store_of_one(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "TANDEM_REDIS_URL": store.url,
         "TANDEM_STORE_TIMEOUT_SECONDS": "1",
         "TANDEM_STORE_RETRY_SECONDS": "10",
+        "TANDEM_READER_TIMEOUT_SECONDS": "1",
     }
     process = ServiceProcess("orchestrator", address, environment, folder / "log")
     store.start()
@@ -605,6 +606,17 @@ def store_of_one(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iter
     finally:
         process.stop()
         store.close()
+
+
+def test_a_caller_that_reads_nothing_is_told_why_it_was_ended(store_of_one: StoreOfOne) -> None:
+    """Not even its first response fits into a window of one byte."""
+    options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(store_of_one.process.address, options=options) as channel:
+        call = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate(request(PROMPT, **LONG), timeout=15)
+        time.sleep(3)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def _restarted_after(store: RedisServer, seconds: float) -> None:
