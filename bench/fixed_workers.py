@@ -20,10 +20,12 @@ from tandem import grpc_server
 from tandem.model_info import token_strings, vocabulary_fingerprint
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 
+from .echo import echo
 from .fixed_answers import FixedAnswers
 
 TIMINGS_SERVICE = "tandem.bench.FixedWorkers"
 TIMINGS_METHOD = f"/{TIMINGS_SERVICE}/Timings"
+ECHO_METHOD = f"/{TIMINGS_SERVICE}/Echo"
 CONTEXT_LENGTH = 1 << 16
 TOKEN_BYTES = 4
 
@@ -146,8 +148,11 @@ def _timings_handler(timings: Timings) -> grpc.GenericRpcHandler:
     async def read(_request: bytes, _context: Any) -> bytes:
         return timings.take()
 
-    method: Any = grpc.unary_unary_rpc_method_handler(read)
-    return grpc.method_handlers_generic_handler(TIMINGS_SERVICE, {"Timings": method})
+    methods: Any = {
+        "Timings": grpc.unary_unary_rpc_method_handler(read),
+        "Echo": grpc.stream_stream_rpc_method_handler(echo),
+    }
+    return grpc.method_handlers_generic_handler(TIMINGS_SERVICE, methods)
 
 
 async def serve(options: argparse.Namespace) -> int:

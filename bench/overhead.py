@@ -23,7 +23,8 @@ from tandem.cost_model import expected_tokens
 from tandem.v1 import orchestrator_pb2 as api
 
 from .caller import Heard, generate, generate_together
-from .fixed_workers import TIMINGS_METHOD
+from .echo import measure_echo
+from .fixed_workers import ECHO_METHOD, TIMINGS_METHOD
 from .round_bytes import RoundBytes, round_bytes
 from .services import REPOSITORY, free_address, running, running_store
 from .statistic import quantile
@@ -77,6 +78,8 @@ class OverheadResult:
     bytes_per_round: list[RoundBytes]
     gamma: int
     support_size: int
+    echo_p50: float
+    """Milliseconds of a bare round trip over a stream, see `echo`."""
 
 
 @dataclass(slots=True)
@@ -112,12 +115,14 @@ async def measure(options: OverheadOptions) -> OverheadResult:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         async with _running(options, Path(folder)) as bench:
             samples = await _measure_cases(bench, options)
+            echo_p50 = await measure_echo(bench.workers, ECHO_METHOD)
     gamma = max(options.gammas)
     return OverheadResult(
         cases=[_case(concurrency, gamma, taken) for (concurrency, gamma), taken in samples.items()],
         bytes_per_round=[round_bytes(size, gamma, options.support_size) for size in options.vocabulary_sizes],
         gamma=gamma,
         support_size=options.support_size,
+        echo_p50=echo_p50,
     )
 
 

@@ -73,7 +73,8 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
         )
     times.caption = (
         "round: between two responses at the caller. CPU per round: the orchestrator's, for one round of one request. "
-        "of it not ours: time in the stand-ins for draft and target, part of the round. items: in one message."
+        "of it not ours: time in the stand-ins for draft and target, part of the round. items: in one message. "
+        f"A bare echo over a stream takes {result.echo_p50:.2f} ms here; a round of one request crosses two, and the caller's."
     )
     sizes = _table(
         f"Bytes of a round (gamma {result.gamma}, k {result.support_size})",
