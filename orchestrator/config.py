@@ -106,6 +106,14 @@ class OrchestratorConfig:
         check=lambda value: value >= 0,
         expected="at least 0",
     )
+    draft_start_seconds: float = setting(
+        "TANDEM_DRAFT_START_SECONDS",
+        10.0,
+        help="how long the first readiness waits for a draft, once all else is there",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
     draft_timeout_seconds: float = setting(
         "TANDEM_DRAFT_TIMEOUT_SECONDS",
         1.0,

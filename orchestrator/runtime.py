@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 
@@ -39,6 +40,7 @@ class Runtime:
         self.scoring_policy = ScoringPolicy(config.target_timeout_seconds, config.target_retry_seconds)
         self._config = config
         self._changed = asyncio.Event()
+        self._waits_for_draft_since: float | None = None
         self.targets = TargetPool(config.target_addresses, TARGET, vocabulary.check_target, self._changed.set)
         self.drafts = DraftPool(config.draft_addresses, DRAFT, vocabulary.check_draft, self._changed.set)
 
@@ -89,14 +91,27 @@ class Runtime:
             return "draining"
         if not self.targets.ready:
             return "; ".join(["no target is connected", *self.targets.refusals])
-        # A draft of another vocabulary at start is a wrong configuration. One that comes later only costs its speed,
-        # and one that is merely away is no hindrance at all: requests are decoded without it.
-        if self.drafts.refusals and not self.drafts.ready and not ever_ready:
-            return "; ".join(self.drafts.refusals)
         try:
             await self.store.ping()
         except (StoreFull, StoreUnavailable) as error:
             return f"the store is not available: {error}"
+        return None if ever_ready else self._missing_draft()
+
+    def _missing_draft(self) -> str | None:
+        """What a draft that isn't there keeps from the first readiness; later it only costs its speed.
+
+        One of another vocabulary is a wrong configuration. One that is away is waited for a while, since services are
+        often started together; then requests are decoded without it.
+        """
+        if self.drafts.ready or not self.drafts.replicas:
+            return None
+        if self.drafts.refusals:
+            return "; ".join(self.drafts.refusals)
+        now = time.monotonic()
+        if self._waits_for_draft_since is None:
+            self._waits_for_draft_since = now
+        if now - self._waits_for_draft_since < self._config.draft_start_seconds:
+            return "no draft is connected yet"
         return None
 
     async def close(self) -> None:
