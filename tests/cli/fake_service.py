@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 import time
 from concurrent import futures
 
@@ -26,9 +25,10 @@ def main() -> int:
     if arguments.mode == "exits":
         print("the model is broken: no such layer", file=sys.stderr)
         return 7
-    stopped = threading.Event()
+    # A plain list: a handler that sets a threading.Event waits for ever where it interrupts that event's own wait.
+    stopped: list[int] = []
     ignore = arguments.mode == "ignores-sigterm"
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore else lambda *_: stopped.set())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore else lambda number, _: stopped.append(number))
     server = grpc.server(futures.ThreadPoolExecutor(8))
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -43,8 +43,8 @@ def main() -> int:
         return 1
     if arguments.mode != "never-ready":
         servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    while not stopped.wait(0.05):
-        pass
+    while not stopped:
+        time.sleep(0.05)
     orchestrator.release()
     server.stop(0).wait()
     print("stopped in order", flush=True)
