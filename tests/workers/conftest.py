@@ -17,7 +17,7 @@ CONTEXT = 128
 StartWorker = Callable[..., ServiceProcess]
 
 
-def worker_process(role: str, folder: Path, **settings: str) -> ServiceProcess:
+def worker_process(role: str, folder: Path, *, cold: bool = False, **settings: str) -> ServiceProcess:
     """A draft or target process that is not started yet; settings are variables without their prefix."""
     address = f"127.0.0.1:{free_port()}"
     defaults = {
@@ -29,7 +29,8 @@ def worker_process(role: str, folder: Path, **settings: str) -> ServiceProcess:
     }
     prefixed = {f"TANDEM_{role.upper()}_{name}": value for name, value in {**defaults, **settings}.items()}
     environment = {"TANDEM_DEBUG_INVARIANTS": "1", "TANDEM_LOG_FORMAT": "json", "TANDEM_DRAIN_SECONDS": "3"}
-    return ServiceProcess(f"{role}_service", address, {**environment, **prefixed}, folder / f"{role}.log")
+    log = folder / f"{role}.log"
+    return ServiceProcess(f"{role}_service", address, {**environment, **prefixed}, log, cold=cold)
 
 
 @contextlib.contextmanager
@@ -71,8 +72,8 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
     """Starts processes of the test's own, which end with it."""
     started: list[ServiceProcess] = []
 
-    def start(role: str = "target", **settings: str) -> ServiceProcess:
-        process = worker_process(role, tmp_path, **settings)
+    def start(role: str = "target", *, cold: bool = False, **settings: str) -> ServiceProcess:
+        process = worker_process(role, tmp_path, cold=cold, **settings)
         started.append(process)
         process.start()
         return process

@@ -35,7 +35,7 @@ def first_health(address: str) -> int:
 
 
 def test_ready_only_when_the_model_has_run(start_worker: StartWorker) -> None:
-    process = start_worker()
+    process = start_worker(cold=True)
     assert first_health(process.address) == NOT_SERVING
     with grpc.insecure_channel(process.address) as channel:
         with pytest.raises(grpc.RpcError) as info:
@@ -58,7 +58,7 @@ def test_ready_only_when_the_model_has_run(start_worker: StartWorker) -> None:
 
 
 def test_sigterm_while_loading(start_worker: StartWorker) -> None:
-    process = start_worker()
+    process = start_worker(cold=True)
     first_health(process.address)
     process.signal(signal.SIGTERM)
     assert process.wait(10) == 0
