@@ -44,6 +44,7 @@ def main() -> int:
             loop,
             limits=limits,
             on_death=on_death,
+            reuse_prefixes=settings.prefix_reuse,
             debug_invariants=settings.debug_invariants,
         )
         return Loaded(model, engine)

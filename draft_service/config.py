@@ -88,6 +88,13 @@ class DraftConfig:
         check=lambda value: 32 <= value <= 65536,
         expected="32 to 65536",
     )
+    prefix_reuse: bool = setting(
+        "TANDEM_DRAFT_PREFIX_REUSE",
+        True,
+        help="take over what the cache holds of a prompt's beginning, from any request of the same salt",
+        parse=parse_bool,
+        expected="true or false",
+    )
     support_size: int = setting(
         "TANDEM_DRAFT_SUPPORT_SIZE",
         64,

@@ -76,11 +76,13 @@ class Drafting:
         sampling: sampling_pb2.Sampling,
         policy: DraftingPolicy,
         vocabulary_size: int,
+        cache_salt: str = "",
     ) -> None:
         self._session = WorkerSession(request_id, pool)
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
+        self._cache_salt = cache_salt
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
@@ -160,6 +162,7 @@ class Drafting:
             num_speculative_tokens=gamma,
             look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
             traceparent=traceparent,
+            cache_salt="" if opened else self._cache_salt,
         )
         answer = replica.submit(item)
         done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)

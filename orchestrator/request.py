@@ -23,6 +23,7 @@ MIN_TEMPERATURE = 1e-3
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_SALT_CHARACTERS = 128
 MAX_MESSAGES = 1024
 INLINE_PROMPT_CHARACTERS = 2048
 """Encoding this much takes well under a millisecond; more goes to a thread."""
@@ -60,6 +61,8 @@ class GenerationPlan:
     """Generation ends after any of these."""
     stop: tuple[str, ...]
     include_stop: bool
+    cache_salt: str
+    """Requests of different salts share no cached prefix."""
 
 
 async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:
@@ -67,6 +70,8 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
     request_id = _request_id(request)
     _check_numbers(request, limits)
     _check_stops(request, limits)
+    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+        raise InvalidArgument("cache_salt", f"must be at most {MAX_SALT_CHARACTERS} characters")
     _check_prompt_size(request, limits)
     prompt = await _encode_prompt(request, vocabulary)
     if not prompt:
@@ -90,6 +95,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         end_token_ids=end_token_ids,
         stop=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
+        cache_salt=request.cache_salt,
     )
 
 

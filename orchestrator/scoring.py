@@ -79,12 +79,14 @@ class Scoring:
         sampling: sampling_pb2.Sampling,
         policy: ScoringPolicy,
         vocabulary_size: int,
+        cache_salt: str = "",
     ) -> None:
         self._session = WorkerSession(request_id, pool)
         self._pool = pool
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
+        self._cache_salt = cache_salt
 
     async def verify(self, prefix: Prefix, epoch: int, block: Block, record: RoundRecorder) -> list[TargetRow]:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
@@ -153,6 +155,7 @@ class Scoring:
             draft_token_ids=wire.encode_ids([drafted.token_id for drafted in block.drafted]),
             support_ids=[ids.tobytes() for ids in supports],
             traceparent=traceparent,
+            cache_salt="" if self._session.opened else self._cache_salt,
         )
         answer = replica.submit(item)
         done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)

@@ -97,8 +97,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> AsyncGenerator[api.GenerateResponse]:
         runtime = self._runtime
         size = runtime.limits().vocabulary_size
-        drafting = Drafting(plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size)
-        scoring = Scoring(plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size)
+        drafting = Drafting(
+            plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt
+        )
+        scoring = Scoring(
+            plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt
+        )
         decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, recorder)
         start: api.GenerationStart | None = _start(plan, runtime.target_model())
         try:

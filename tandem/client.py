@@ -70,6 +70,7 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    cache_salt: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -88,6 +88,13 @@ class TargetConfig:
         check=lambda value: 32 <= value <= 65536,
         expected="32 to 65536",
     )
+    prefix_reuse: bool = setting(
+        "TANDEM_TARGET_PREFIX_REUSE",
+        True,
+        help="take over what the cache holds of a prompt's beginning, from any request of the same salt",
+        parse=parse_bool,
+        expected="true or false",
+    )
     max_speculative_tokens: int = setting(
         "TANDEM_MAX_SPECULATIVE_TOKENS",
         16,

@@ -83,6 +83,11 @@ class CausalLM:
         return _wanted_rows(output.logits, feeds, keep).float()
 
     @torch.inference_mode()
+    def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
+        """Gives slot `target` the keys and values of the tokens start to end of slot `source`."""
+        self.cache.copy(source, target, start, end)
+
+    @torch.inference_mode()
     def self_test(self) -> None:
         """Runs one token without the cache; raises whatever the device raises."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

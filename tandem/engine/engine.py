@@ -20,7 +20,8 @@ from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
-from tandem.engine.slot_cache import SlotPool
+from tandem.engine.slot_ledger import SlotLedger
+from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
 from tandem.sampling import SamplingParams
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_END_TOKEN_IDS = 1024
+MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0
 
 
@@ -43,6 +45,12 @@ class EngineStats:
     tokens: int = 0
     failed_forwards: int = 0
     invariant_violations: int = 0
+    prefix_tokens: int = 0
+    """Tokens of the prefixes that sessions were opened with."""
+    shared_tokens: int = 0
+    """How many of them were in the cache already."""
+    shared_sessions: int = 0
+    """Sessions that began with such tokens."""
     busy_seconds: float = 0.0
     sessions: int = 0
     slots_used: int = 0
@@ -60,6 +68,7 @@ class Engine(Generic[JobT]):
         *,
         limits: StepLimits,
         on_death: Callable[[], None],
+        reuse_prefixes: bool = True,
         debug_invariants: bool = False,
     ) -> None:
         self.stats = EngineStats()
@@ -67,11 +76,11 @@ class Engine(Generic[JobT]):
         self._method = method
         self._loop = loop
         self._on_death = on_death
-        self._slots = SlotPool(lm.slots)
+        self._slots = SlotPool(lm.slots, reuse=reuse_prefixes)
+        self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
         self._jobs: dict[Session, JobT] = {}
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
-        self._debug_invariants = debug_invariants
         self._draining = False
         self._drained = asyncio.Event()
         self._sessions = 0
@@ -143,20 +152,56 @@ class Engine(Generic[JobT]):
         job = self._method.admit(item)
         self._replace_running(session, item.cache_epoch)
         session.apply(item.prefix, job.block, self._lm.max_length, self._lm.padded_vocabulary_size)
+        reused = 0
         if session.slot is None:
-            session.slot = self._slots.acquire()
-            if session.slot is None:
-                raise ItemFault(
-                    worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
-                )
+            self._seat(session)
+            reused = session.cached_length
         job.session, job.stream, job.sampling = session, stream, session.sampling
         job.work.prefill_tokens = session.prefix_length - session.cached_length
+        job.work.reused_tokens = reused
         if known is None:
             stream.sessions[item.request_id] = session
             self._sessions += 1
         self._method.begin(job)
         self._jobs[session] = job
         self._scheduler.add(job)
+
+    def _seat(self, session: Session) -> None:
+        """Gives the session a slot, and what of its prefix the cache holds already; raises ItemFault if all are taken."""
+        seat = self._slots.acquire(session)
+        if seat is None:
+            raise ItemFault(
+                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
+            )
+        session.slot = seat.slot
+        try:
+            for move in seat.moves:
+                self._copy(move)
+        except Exception:
+            self._slots.release(session)
+            raise
+        session.cached_length = seat.shared
+        self.stats.prefix_tokens += session.prefix_length
+        self.stats.shared_tokens += seat.shared
+        self.stats.shared_sessions += seat.shared > 0
+
+    def _copy(self, move: Move) -> None:
+        self._lm.copy_tokens(move.source, move.target, move.start, move.end)
+        if self._ledger is not None:
+            self._ledger.copied(move.source, move.target, move.start, move.end)
+
+    def _share_prefills(self) -> None:
+        """Prefills that have a beginning in common take turns at it, each going on from where the other got to."""
+        for job in self._scheduler.prefills():
+            move = self._slots.more_shared(job.session)
+            if move is None:
+                continue
+            self._copy(move)
+            job.session.cached_length = move.end
+            self.stats.shared_tokens += move.end - move.start
+            self.stats.shared_sessions += job.work.reused_tokens == 0
+            job.work.reused_tokens += move.end - move.start
+            job.work.prefill_tokens -= move.end - move.start
 
     def _new_session(self, item: WorkItem) -> Session:
         if not 1 <= len(item.request_id) <= MAX_REQUEST_ID_CHARACTERS:
@@ -167,7 +212,9 @@ class Engine(Generic[JobT]):
             raise ItemFault(worker_pb2.ERROR_REASON_DRAINING, "shutting down: no new session")
         if item.prefix.base_length:
             raise ItemFault(worker_pb2.ERROR_REASON_CACHE_MISS, "no such session on this stream")
-        return Session(item.request_id)
+        if len(item.cache_salt) > MAX_SALT_CHARACTERS:
+            raise invalid("cache_salt", f"{len(item.cache_salt)} characters, at most {MAX_SALT_CHARACTERS} allowed")
+        return Session(item.request_id, item.cache_salt)
 
     def _replace_running(self, session: Session, epoch: int) -> None:
         """A newer item takes over. Of the same epoch it is a retry, and the one answer is for both."""
@@ -207,8 +254,7 @@ class Engine(Generic[JobT]):
             self._scheduler.remove(job)
         self._sessions -= 1
         if session.slot is not None:
-            self._slots.release(session.slot)
-            session.slot = None
+            self._slots.release(session)
         return job
 
     def _start_draining(self) -> None:
@@ -225,6 +271,7 @@ class Engine(Generic[JobT]):
     def _step(self) -> bool:
         """One step; True while there is work left."""
         self._flush()
+        self._share_prefills()
         for batch in self._scheduler.plan():
             self._run(batch)
             self._flush()  # a chunk of prefill that comes next holds no answers up
@@ -266,6 +313,8 @@ class Engine(Generic[JobT]):
             for job, feed in zip(batch.jobs, batch.feeds, strict=True):
                 job.work.ran(began_ns, len(batch.jobs))
                 job.session.cached_length = feed.start + feed.token_ids.size
+                if self._ledger is not None:
+                    self._ledger.ran(feed)
                 if feed.rows:
                     ready.append(job)
             if ready:
@@ -276,9 +325,10 @@ class Engine(Generic[JobT]):
 
     def _finish(self, job: JobT) -> None:
         session = job.session
-        if self._debug_invariants:
+        if self._ledger is not None:
             try:
                 session.check()
+                self._ledger.check(session)
                 self._method.check(job)
             except Exception as error:  # noqa: BLE001 - logged and answered
                 self.stats.invariant_violations += 1

@@ -56,6 +56,7 @@ class ItemSpans:
             attributes["tandem.steps"] = answer.work.steps
             attributes["tandem.batch_size"] = answer.work.companions / answer.work.steps
             attributes["tandem.prefill_tokens"] = answer.work.prefill_tokens
+            attributes["tandem.reused_tokens"] = answer.work.reused_tokens
         if answer.error is None:
             attributes[self._vocabulary.result_attribute] = _length(answer.result)
             self._make(arrival, attributes, "")

@@ -29,6 +29,8 @@ class WorkItem(Protocol):
     @property
     def sampling(self) -> sampling_pb2.Sampling: ...
     @property
+    def cache_salt(self) -> str: ...
+    @property
     def traceparent(self) -> str: ...
     def HasField(self, field_name: Any) -> bool: ...  # noqa: N802
 
@@ -78,6 +80,9 @@ class RaggedModel(Protocol):
 
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """Runs feeds of different sessions; the wanted logits, float32 [sum of rows, padded vocabulary]."""
+
+    def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
+        """Lets slot `target` hold what slot `source` holds for the tokens start to end."""
 
     def self_test(self) -> None:
         """Raises if nothing can be run any more."""

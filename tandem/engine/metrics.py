@@ -39,6 +39,15 @@ class EngineCollector(Collector):
         yield SummaryMetricFamily("tandem_step_seconds", "Time of a forward", stats.forwards, stats.busy_seconds)
         yield CounterMetricFamily("tandem_forwards", "Forwards that succeeded", stats.forwards)
         yield CounterMetricFamily("tandem_forward_tokens", "Tokens run in forwards", stats.tokens)
+        yield CounterMetricFamily(
+            "tandem_prefix_cache_queries", "Tokens of the prefixes that sessions opened with", stats.prefix_tokens
+        )
+        yield CounterMetricFamily(
+            "tandem_prefix_cache_hits", "Tokens of them that were in the cache of another request", stats.shared_tokens
+        )
+        yield CounterMetricFamily(
+            "tandem_prefix_cache_hit_sessions", "Sessions that began with such tokens", stats.shared_sessions
+        )
         yield CounterMetricFamily("tandem_failed_forwards", "Forwards that raised", stats.failed_forwards)
         yield CounterMetricFamily(
             "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations

@@ -58,6 +58,10 @@ class Scheduler(Generic[JobT]):
         """Takes the job out; it must not be in a step that runs."""
         self._jobs.pop(job, None)
 
+    def prefills(self) -> list[JobT]:
+        """The jobs whose next feed is a chunk of prefill."""
+        return [job for job in self._jobs if job.pending > self._limits.short_feed]
+
     def plan(self) -> list[Batch[JobT]]:
         """The forwards of the next step, at most one of them a chunk of prefill. A job is in at most one of them."""
         short: list[JobT] = []

@@ -68,13 +68,16 @@ class Session:
         "epoch",
         "prefix_length",
         "request_id",
+        "salt",
         "sampling",
         "slot",
         "tokens",
     )
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, salt: str = "") -> None:
+        """`salt` tells caches apart: the session shares its tokens' keys and values with those of the same salt only."""
         self.request_id = request_id
+        self.salt = salt
         self.slot: int | None = None
         self.epoch = 0
         self.cached_length = 0

@@ -9,7 +9,6 @@ and never read. Sliding-window layers keep the full history too, under a narrowe
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,28 +107,13 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.view = view
 
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copies columns of one slot to another."""
+        for layer in self.layers:
+            layer.keys[target, start:end] = layer.keys[source, start:end]
+            layer.values[target, start:end] = layer.values[source, start:end]
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of all stores."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-
-
-class SlotPool:
-    """The free slots. The lowest comes first, so that the slots in use tend to be adjacent and are read as views."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._free = list(range(slots))
-
-    @property
-    def used(self) -> int:
-        """Slots held by sessions."""
-        return self.slots - len(self._free)
-
-    def acquire(self) -> int | None:
-        """The lowest free slot, or None."""
-        return heapq.heappop(self._free) if self._free else None
-
-    def release(self, slot: int) -> None:
-        """Gives a slot back; nothing may be running on it."""
-        heapq.heappush(self._free, slot)

@@ -11,6 +11,8 @@ class Work:
 
     prefill_tokens: int = 0
     """Tokens of the prefix that had to be run; one or two in an ordinary round."""
+    reused_tokens: int = 0
+    """Tokens of the prefix that were taken over from another session's slot instead."""
     began_ns: int = 0
     """Start of the first forward, since the epoch; 0 before it."""
     steps: int = 0

@@ -200,6 +200,7 @@ BAD = [
     ("stop_token_ids", {"text": "a", "stop_token_ids": list(range(65))}),
     ("request_id", {"text": "a", "request_id": "white space"}),
     ("request_id", {"text": "a", "request_id": "x" * 129}),
+    ("cache_salt", {"text": "a", "cache_salt": "x" * 129}),
 ]
 
 

@@ -41,6 +41,7 @@ def verify_item(
     draft: Sequence[int] = (),
     supports: Sequence[Sequence[int]] | None = None,
     sampling: sampling_pb2.Sampling | None = None,
+    salt: str = "",
 ) -> target_pb2.VerifyItem:
     if supports is None:
         supports = [[token] for token in draft]
@@ -51,6 +52,7 @@ def verify_item(
         sampling=sampling,
         draft_token_ids=encode_ids(draft),
         support_ids=[encode_ids(support) for support in supports],
+        cache_salt=salt,
     )
 
 
@@ -120,11 +122,12 @@ class Engines:
         self._made: list[Engine[Any]] = []
         self.deaths = 0
 
-    def target(self, lm: CausalLM, **limits: int) -> Engine[Any]:
-        return self._start(lm, Verifier(lm.padded_vocabulary_size, MAX_GAMMA), limits)
+    def target(self, lm: CausalLM, *, reuse: bool = True, checked: bool = True, **limits: int) -> Engine[Any]:
+        method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
+        return self._start(lm, method, limits, reuse=reuse, checked=checked)
 
-    def draft(self, lm: CausalLM, support_size: int = 64, **limits: int) -> Engine[Any]:
-        return self._start(lm, ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA), limits)
+    def draft(self, lm: CausalLM, support_size: int = 64, *, reuse: bool = True, **limits: int) -> Engine[Any]:
+        return self._start(lm, ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA), limits, reuse=reuse)
 
     def custom(self, lm: CausalLM, method: Any, **limits: int) -> Engine[Any]:
         return self._start(lm, method, limits)
@@ -133,14 +136,17 @@ class Engines:
         for engine in self._made:
             engine.stop()
 
-    def _start(self, lm: CausalLM, method: Any, limits: dict[str, int]) -> Engine[Any]:
+    def _start(
+        self, lm: CausalLM, method: Any, limits: dict[str, int], *, reuse: bool = True, checked: bool = True
+    ) -> Engine[Any]:
         engine = Engine(
             lm,
             method,
             asyncio.get_running_loop(),
             limits=StepLimits(**limits),
             on_death=self._died,
-            debug_invariants=True,
+            reuse_prefixes=reuse,
+            debug_invariants=checked,
         )
         engine.start()
         self._made.append(engine)

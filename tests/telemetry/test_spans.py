@@ -58,14 +58,20 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 def test_an_answered_item_is_a_child_of_its_round(memory: Memory, item_spans: ItemSpans) -> None:
     item_spans.received([item()])
-    work = Work(prefill_tokens=9)
+    work = Work(prefill_tokens=9, reused_tokens=4)
     work.ran(began_ns=1, batch_size=2)
     work.ran(began_ns=2, batch_size=5)
     item_spans.answered(Answer("a", 0, result=[object()] * 3, work=work))
     [span] = memory.spans
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
-    expected = {"tandem.steps": 2, "tandem.batch_size": 3.5, "tandem.prefill_tokens": 9, "tandem.target_rows": 3}
+    expected = {
+        "tandem.steps": 2,
+        "tandem.batch_size": 3.5,
+        "tandem.prefill_tokens": 9,
+        "tandem.reused_tokens": 4,
+        "tandem.target_rows": 3,
+    }
     assert attributes(span).items() >= expected.items()
 
 

@@ -123,6 +123,7 @@ def _plan(**changes: object) -> GenerationPlan:
         "end_token_ids": frozenset(),
         "stop": (),
         "include_stop": False,
+        "cache_salt": "",
     }
     return GenerationPlan(**{**values, **changes})  # type: ignore[arg-type]
 
