@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tandem import wire
 from tandem.acceptance import TargetRow, accept
-from tandem.randomness import Lane, uniforms
+from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
 from .drafting import Block, Drafting
@@ -66,6 +66,7 @@ class Decoder:
         self._ownership = ownership
         self._recorder = recorder
         self._prefix = Prefix(plan.prompt)
+        self._uniforms = UniformsAhead(plan.sampling.seed)
         self._epoch = 0
 
     async def rounds(self) -> AsyncGenerator[list[EmittedToken]]:
@@ -107,7 +108,7 @@ class Decoder:
     def _accept(self, scored: _Scored) -> _Round:
         block, record, length = scored.block, scored.record, self._prefix.length
         record.accept_began()
-        draws = uniforms(self._plan.sampling.seed, length, len(block.drafted) + 1)
+        draws = self._uniforms.at(length, len(block.drafted) + 1)
         pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
         outcome = accept(block.drafted, scored.rows, pairs, block.look_ahead)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)

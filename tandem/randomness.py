@@ -40,6 +40,26 @@ def uniforms(seed: int, position: int, count: int = 1) -> NDArray[np.float64]:
     return _unit(words).reshape(count, _LANES)
 
 
+class UniformsAhead:
+    """`uniforms` of one seed for someone whose positions mostly go forward: drawn for many positions at a time, because
+    making the generator is most of the cost."""
+
+    _CHUNK = 64
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._first = 0
+        self._drawn = np.empty((0, _LANES))
+
+    def at(self, position: int, count: int) -> NDArray[np.float64]:
+        """The same as `uniforms(seed, position, count)`."""
+        start = position - self._first
+        if not 0 <= start <= len(self._drawn) - count:
+            self._first, start = position, 0
+            self._drawn = uniforms(self._seed, position, max(count, self._CHUNK))
+        return self._drawn[start : start + count]
+
+
 def lane_uniforms(seeds: Sequence[int], positions: Sequence[int], lane: Lane) -> NDArray[np.float64]:
     """One uniform for each (seed, position), those of `uniforms`, shape [n].
 

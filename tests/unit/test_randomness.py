@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, lane_uniforms, uniforms
+from tandem.randomness import Lane, UniformsAhead, gumbel_noise, gumbel_noise_at, lane_uniforms, uniforms
 
 SEEDS = (0, 1, 2**32, 2**64 - 1)
 WORD = 2**64
@@ -35,6 +35,14 @@ def test_uniforms_are_philox(seed: int, position: int, pinned: list[float]) -> N
     # numpy counts before it draws.
     block = philox4x64([seed, 0], [position + 1, 0, 0, 0])
     assert [(word >> 11) / 2**53 for word in block] == pinned
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_uniforms_ahead_are_the_same(seed: int) -> None:
+    ahead = UniformsAhead(seed)
+    # Forward, over the end of what is drawn, back again (a round that is repeated), far ahead, more than a chunk.
+    for position, count in [(5, 6), (8, 6), (66, 3), (67, 3), (8, 1), (10_000, 6), (10_001, 200), (0, 1)]:
+        assert np.array_equal(ahead.at(position, count), uniforms(seed, position, count))
 
 
 @pytest.mark.parametrize(
