@@ -54,6 +54,8 @@ def _item(answer: Answer) -> draft_pb2.ProposalItem:
     ]
     item.proposal.tokens.extend(tokens)
     item.proposal.cached_length = answer.cached_length
+    if answer.work is not None:
+        item.proposal.time.CopyFrom(answer.work.to_proto())
     return item
 
 

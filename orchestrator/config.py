@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config import parse_list, setting
+from tandem.config import parse_bool, parse_list, setting
 
 
 def _address(text: str) -> bool:
@@ -51,6 +51,13 @@ class OrchestratorConfig:
         parse=int,
         check=lambda value: 0 <= value <= 16,
         expected="0 to 16",
+    )
+    adaptive_speculative_tokens: bool = setting(
+        "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS",
+        False,
+        help="choose gamma anew for each round of requests that don't set it",
+        parse=parse_bool,
+        expected="true or false",
     )
     max_speculative_tokens: int = setting(
         "TANDEM_MAX_SPECULATIVE_TOKENS",

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from time import perf_counter
 
 from tandem import wire
 from tandem.acceptance import TargetRow, accept
@@ -17,10 +18,12 @@ from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
 from .drafting import Block, Drafting
+from .gamma_controller import Choice, GammaPolicy
 from .metrics import RoundReport
 from .prefix import Prefix
 from .recorder import RequestRecorder, RoundRecorder
 from .request import GenerationPlan
+from .round_costs import RoundTimes
 from .scoring import Scoring
 from .session_store import Ownership, SessionStore
 
@@ -34,6 +37,8 @@ class _Scored:
     block: Block
     rows: list[TargetRow]
     record: RoundRecorder
+    choice: Choice
+    times: RoundTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Decoder:
         completion: Completion,
         drafting: Drafting,
         scoring: Scoring,
+        gamma: GammaPolicy,
         store: SessionStore,
         ownership: Ownership,
         recorder: RequestRecorder,
@@ -62,6 +68,7 @@ class Decoder:
         self._completion = completion
         self._drafting = drafting
         self._scoring = scoring
+        self._gamma = gamma
         self._store = store
         self._ownership = ownership
         self._recorder = recorder
@@ -97,13 +104,27 @@ class Decoder:
 
     async def _propose_and_verify(self) -> _Scored:
         # One token comes from the target's own row, so a block longer than the rest is work for nothing.
-        gamma = min(self._plan.num_speculative_tokens, self._completion.remaining - 1)
+        choice = self._gamma.choose(self._completion.remaining - 1)
         record = self._recorder.begin_round(self._epoch)
-        block = await self._drafting.propose(self._prefix, self._epoch, gamma, record)
+        record.chosen(choice)
+        began = perf_counter()
+        block = await self._drafting.propose(self._prefix, self._epoch, choice.gamma, record)
+        proposed = perf_counter()
         record.proposed(len(block.drafted))
         rows = await self._scoring.verify(self._prefix, self._epoch, block, record)
         record.verified()
-        return _Scored(block, rows, record)
+        times = self._times(len(block.drafted), proposed - began, perf_counter() - proposed)
+        return _Scored(block, rows, record, choice, times)
+
+    def _times(self, block: int, propose_seconds: float, verify_seconds: float) -> RoundTimes:
+        drafting, scoring = self._drafting, self._scoring
+        return RoundTimes(
+            block,
+            propose_seconds if drafting.ordinary else None,
+            verify_seconds if scoring.ordinary else None,
+            drafting.worker_time,
+            scoring.worker_time,
+        )
 
     def _accept(self, scored: _Scored) -> _Round:
         block, record, length = scored.block, scored.record, self._prefix.length
@@ -111,6 +132,8 @@ class Decoder:
         draws = self._uniforms.at(length, len(block.drafted) + 1)
         pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
         outcome = accept(block.drafted, scored.rows, pairs, block.look_ahead)
+        if bool(block.drafted) == bool(scored.choice.gamma):
+            self._gamma.observe(outcome.expected_acceptance, scored.times)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)
         self._log(record.accepted(block, outcome, emitted))
         encoded = wire.encode_ids([token.token_id for token in emitted])

@@ -18,6 +18,7 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .prefix import Prefix
 from .recorder import RoundRecorder
+from .round_costs import ORDINARY_TOKENS, WorkerTime
 from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -86,9 +87,14 @@ class Drafting:
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
+        self.ordinary = False
+        """Whether the draft had no more to read for its last block than it has in any round."""
+        self.worker_time: WorkerTime | None = None
+        """What the draft says that its last block took."""
 
     async def propose(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         """Up to gamma tokens that continue the prefix; never raises for a fault of the draft."""
+        self.ordinary = False
         if gamma == 0:
             return PLAIN
         try:
@@ -171,6 +177,8 @@ class Drafting:
             self._late = (answer, prefix.length)
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s")
         proposal = answer.result()
+        self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
+        self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
         return self._checked(proposal, gamma, item.look_ahead)
 

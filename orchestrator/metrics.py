@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tandem.acceptance import TokenKind
 
 if TYPE_CHECKING:
+    from .gamma_controller import Choice
     from .runtime import Runtime
     from .session_store import StoreError
     from .worker_stream import ReplicaPool
@@ -27,6 +28,7 @@ _GAMMAS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 ROUND_OUTCOMES = ("plain", "degraded", "rejected", "accepted")
 DEGRADED_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_context", "draft_refused")
 ROLES = ("draft", "target")
+GAMMA_REASONS = ("best", "trial", "unknown_cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,16 @@ class Metrics:
             registry=registry,
         )
 
+        chosen = Counter(
+            "tandem_gamma_choices", "Rounds whose gamma was chosen for them, by reason", ["reason"], registry=registry
+        )
+        self._gamma_chosen = {reason: chosen.labels(reason=reason) for reason in GAMMA_REASONS}
+        self._speedup = Gauge(
+            "tandem_expected_speedup",
+            "What the last choice of gamma is expected to gain over plain decoding",
+            registry=registry,
+        )
+
     def _make_times(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(f"tandem_{name}_seconds", text, buckets=tuple(buckets), registry=registry)
@@ -127,6 +139,12 @@ class Metrics:
         ready = Gauge("tandem_replicas_ready", "Connected, compatible workers", ["role"], registry=self._registry)
         for role, pool in (("draft", runtime.drafts), ("target", runtime.targets)):
             ready.labels(role=role).set_function(partial(_ready_replicas, pool))
+
+    def gamma_chosen(self, choice: Choice) -> None:
+        """A round of an adaptive request begins."""
+        self._gamma_chosen[choice.reason].inc()
+        if choice.speedup > 0.0:
+            self._speedup.set(choice.speedup)
 
     def request_planned(self, prompt_tokens: int) -> None:
         """A request was found to be good."""

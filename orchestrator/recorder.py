@@ -17,6 +17,7 @@ from .statistics import RoundStatistics
 
 if TYPE_CHECKING:
     from .drafting import Block
+    from .gamma_controller import Choice
     from .request_trace import RequestTrace, RoundTrace
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,15 @@ class RoundRecorder:
     def traceparent(self) -> str:
         """What goes to the workers with the round's items; empty where there is no trace."""
         return self._trace.traceparent if self._trace is not None else ""
+
+    def chosen(self, choice: Choice) -> None:
+        """How many tokens the draft will be asked for."""
+        if choice.reason == "fixed":
+            return
+        self._request.statistics.chosen(choice.speedup)
+        self._request.metrics.gamma_chosen(choice)
+        if self._trace is not None:
+            self._trace.chosen(choice)
 
     def degraded(self, reason: str, *, newly: bool) -> None:
         """A block was wanted and there is none."""

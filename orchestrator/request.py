@@ -42,6 +42,7 @@ class Limits:
     max_prompt_characters: int
     max_speculative_tokens: int
     default_speculative_tokens: int
+    adaptive_by_default: bool
     end_token_ids: frozenset[int]
 
 
@@ -55,6 +56,8 @@ class GenerationPlan:
     prompt_tokens: int
     sampling: sampling_pb2.Sampling
     num_speculative_tokens: int
+    """gamma; where it is adaptive, the most of it."""
+    adaptive: bool
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]
@@ -84,12 +87,14 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         raise InvalidArgument("min_tokens", f"is above max_tokens, {max_tokens}")
     model_ends: frozenset[int] = frozenset() if request.ignore_eos else limits.end_token_ids
     end_token_ids = model_ends | frozenset(request.stop_token_ids)
+    gamma, adaptive = _gamma(request, limits)
     return GenerationPlan(
         request_id=request_id,
         prompt=wire.encode_ids(prompt),
         prompt_tokens=len(prompt),
         sampling=_sampling(request, vocabulary, len(prompt) + min_tokens if min_tokens else 0, end_token_ids),
-        num_speculative_tokens=_gamma(request, limits),
+        num_speculative_tokens=gamma,
+        adaptive=adaptive,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         end_token_ids=end_token_ids,
@@ -191,10 +196,17 @@ def _max_tokens(request: api.GenerateRequest, prompt_tokens: int, limits: Limits
     return request.max_tokens
 
 
-def _gamma(request: api.GenerateRequest, limits: Limits) -> int:
-    if request.HasField("num_speculative_tokens"):
-        return request.num_speculative_tokens
-    return min(limits.default_speculative_tokens, limits.max_speculative_tokens)
+def _gamma(request: api.GenerateRequest, limits: Limits) -> tuple[int, bool]:
+    """gamma, or the most of it, and whether it is adaptive."""
+    given = request.HasField("num_speculative_tokens")
+    if request.HasField("adaptive_speculative_tokens"):
+        adaptive = request.adaptive_speculative_tokens
+    else:
+        adaptive = limits.adaptive_by_default and not given
+    if given:
+        return request.num_speculative_tokens, adaptive
+    most = limits.max_speculative_tokens
+    return (most if adaptive else min(limits.default_speculative_tokens, most)), adaptive
 
 
 def _sampling(

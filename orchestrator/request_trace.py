@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from tandem.tracing import TRACEPARENT, TRACESTATE, Tracing, context_from, context_of, trace_id_of, traceparent_of
 
+from .gamma_controller import Choice
 from .metrics import RoundReport
 from .request import GenerationPlan
 
@@ -51,6 +52,7 @@ class RequestTrace:
             "tandem.request_id": plan.request_id,
             "tandem.seed": str(sampling.seed),
             "tandem.num_speculative_tokens": plan.num_speculative_tokens,
+            "tandem.adaptive_speculative_tokens": plan.adaptive,
             "gen_ai.request.model": model,
             "gen_ai.request.max_tokens": plan.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
@@ -101,6 +103,16 @@ class RoundTrace:
         )
         self.traceparent = traceparent_of(self._span)
         self._began_ns: int | None = None
+
+    def chosen(self, choice: Choice) -> None:
+        """The gamma of an adaptive request."""
+        self._span.set_attributes(
+            {
+                "tandem.gamma_chosen": choice.gamma,
+                "tandem.gamma_reason": choice.reason,
+                "tandem.gamma_speedup": choice.speedup,
+            }
+        )
 
     def event(self, name: str, **attributes: str) -> None:
         """Something out of the ordinary."""

@@ -14,7 +14,9 @@ from .admission import Admission
 from .config import OrchestratorConfig
 from .drafting import DRAFT, DraftingPolicy, DraftPool
 from .errors import Unavailable
-from .request import Limits
+from .gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma, GammaPolicy
+from .request import GenerationPlan, Limits
+from .round_costs import RoundCosts
 from .scoring import TARGET, ScoringPolicy, TargetPool
 from .session_store import SessionStore, StoreFull, StoreUnavailable
 from .vocabulary import Vocabulary
@@ -38,6 +40,9 @@ class Runtime:
             config.draft_timeout_seconds, config.draft_backoff_seconds, config.look_ahead
         )
         self.scoring_policy = ScoringPolicy(config.target_timeout_seconds, config.target_retry_seconds)
+        self._costs = RoundCosts()
+        # Greedy and sampled requests differ too much to stand for one another.
+        self._greedy_prior, self._sampled_prior = AcceptancePrior(), AcceptancePrior()
         self._config = config
         self._changed = asyncio.Event()
         self._waits_for_draft_since: float | None = None
@@ -58,8 +63,18 @@ class Runtime:
                 self._config.max_speculative_tokens, *(info.max_speculative_tokens for info in infos)
             ),
             default_speculative_tokens=self._config.num_speculative_tokens,
+            adaptive_by_default=self._config.adaptive_speculative_tokens,
             end_token_ids=self.vocabulary.end_token_ids.union(*(info.end_token_ids for info in infos)),
         )
+
+    def gamma_policy(self, plan: GenerationPlan) -> GammaPolicy:
+        """How the request comes by its gamma."""
+        if not plan.adaptive:
+            return FixedGamma(plan.num_speculative_tokens)
+        if not self.drafts.replicas:
+            return FixedGamma(0)
+        prior = self._sampled_prior if plan.sampling.temperature else self._greedy_prior
+        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens)
 
     def target_model(self) -> str:
         """The name of the target's model."""

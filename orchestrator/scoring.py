@@ -23,6 +23,7 @@ from .drafting import Block
 from .errors import RequestFailed, Unavailable
 from .prefix import Prefix
 from .recorder import RoundRecorder
+from .round_costs import ORDINARY_TOKENS, WorkerTime
 from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,10 @@ class Scoring:
         self._policy = policy
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
+        self.ordinary = False
+        """Whether the last block was scored at once, without more to read than in any round."""
+        self.worker_time: WorkerTime | None = None
+        """What the target says that it took."""
 
     async def verify(self, prefix: Prefix, epoch: int, block: Block, record: RoundRecorder) -> list[TargetRow]:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
@@ -107,7 +112,7 @@ class Scoring:
             except (StreamLost, TargetContractError, TimeoutError) as error:
                 self._session.leave()
                 fault = error
-            self._session.forget()
+            self._session.forget()  # and a session that starts afresh is not ordinary
             if had_cache:
                 record.rebuilding("target", _reason(fault))
             record.rescoring(_reason(fault))
@@ -165,6 +170,8 @@ class Scoring:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s")
         verdict = answer.result()
         rows = self._checked(verdict, [ids.size for ids in supports], len(block.drafted) + 1)
+        self.ordinary = self._session.opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
+        self.worker_time = WorkerTime.of(verdict)
         self._session.cached_length = verdict.cached_length
         return rows
 

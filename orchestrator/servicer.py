@@ -103,7 +103,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         scoring = Scoring(
             plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt
         )
-        decoder = Decoder(plan, completion, drafting, scoring, runtime.store, ownership, recorder)
+        gamma = runtime.gamma_policy(plan)
+        decoder = Decoder(plan, completion, drafting, scoring, gamma, runtime.store, ownership, recorder)
         start: api.GenerationStart | None = _start(plan, runtime.target_model())
         try:
             async with aclosing(decoder.rounds()) as rounds:
@@ -115,6 +116,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                         await runtime.store.finish(ownership, decoder.epoch, response.finish.SerializeToString())
                     yield response
         finally:
+            gamma.finish()
             drafting.release()
             scoring.release()
 
@@ -187,5 +189,6 @@ def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStati
             time_to_first_token_seconds=statistics.time_to_first_token,
             total_seconds=time.monotonic() - statistics.started,
             degraded_reasons=sorted(statistics.degraded),
+            expected_speedup=statistics.expected_speedup,
         ),
     )

@@ -21,6 +21,9 @@ class RoundStatistics:
     degraded: dict[str, int] = field(default_factory=dict)
     rebuilds: int = 0
     completion_tokens: int = 0
+    estimates: int = 0
+    estimated_speedup: float = 0.0
+    """Sum over the rounds whose gamma was chosen with costs known."""
 
     def round_done(self, drafted: int, accepted: int, expected_acceptance: Sequence[float]) -> None:
         """Records a round of `drafted` tokens of which the first `accepted` stand."""
@@ -35,6 +38,12 @@ class RoundStatistics:
         for position in range(accepted):
             self.accepted_per_position[position] += 1
         self.expected_accepted += sum(expected_acceptance)
+
+    def chosen(self, speedup: float) -> None:
+        """Records the choice of an adaptive gamma; 0 where the gain was not known."""
+        if speedup > 0.0:
+            self.estimates += 1
+            self.estimated_speedup += speedup
 
     def degraded_round(self, reason: str) -> None:
         """Records that a round went on without the block it wanted."""
@@ -60,6 +69,11 @@ class RoundStatistics:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / rounds that had a block; 1 when none had."""
         return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0
+
+    @property
+    def expected_speedup(self) -> float:
+        """Mean of what the choices of gamma were expected to gain over plain decoding; 0 where none was made."""
+        return self.estimated_speedup / self.estimates if self.estimates else 0.0
 
     @property
     def time_to_first_token(self) -> float:

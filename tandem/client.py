@@ -66,6 +66,7 @@ class GenerationOptions:
     seed: int | None = None
     method: Method | None = None
     num_speculative_tokens: int | None = None
+    adaptive_speculative_tokens: bool | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -257,12 +258,16 @@ class TandemClient:
         self.close()
 
 
+_OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens"})
+"""Where false is not the same as unset."""
+
+
 def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -> orchestrator_pb2.GenerateRequest:
     """The wire form of a request; raises ValueError where a value doesn't fit its field at all."""
     set_fields = {
         name: value
         for name, value in dataclasses.asdict(options).items()
-        if name != "method" and value is not None and value is not False and value != ()
+        if name != "method" and value is not None and (value is not False or name in _OPTIONAL_FLAGS) and value != ()
     }
     request = orchestrator_pb2.GenerateRequest(request_id=request_id, **set_fields)
     if options.method is not None:

@@ -52,6 +52,8 @@ def _item(answer: Answer) -> target_pb2.VerdictItem:
     ]
     item.verdict.rows.extend(rows)
     item.verdict.cached_length = answer.cached_length
+    if answer.work is not None:
+        item.verdict.time.CopyFrom(answer.work.to_proto())
     return item
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+AUTO = "auto"
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
@@ -64,6 +66,10 @@ def _add_colour(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _gamma(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
+
+
 def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, max_tokens: int | None) -> None:
     """The options that `generate` and `demo` share; an option that isn't given is left to the server."""
     group = parser.add_argument_group("sampling")
@@ -74,7 +80,12 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
     group.add_argument("--top-p", type=float, metavar="P", help="1 keeps all")
     group.add_argument("--min-p", type=float, metavar="P", help="0 keeps all")
     group.add_argument("--seed", type=int, metavar="N", help="default: random, and reported")
-    group.add_argument("--gamma", type=int, metavar="N", help="draft tokens a round; 0 is plain decoding")
+    group.add_argument(
+        "--gamma",
+        type=_gamma,
+        metavar="N",
+        help="draft tokens a round; 0 is plain decoding; auto: chosen anew for each round",
+    )
     group.add_argument("--method", choices=("rejection", "coupled"), help="acceptance method")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")

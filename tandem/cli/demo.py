@@ -27,6 +27,7 @@ from tandem.client import GenerationOptions, Prompt, TandemClient
 PROMPT = "Why should we protect the oceans?"
 # The fastest block on a CPU for the default pair, which agrees on fewer than every second token.
 GAMMA = 2
+ADAPTIVE_VARIABLE = "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS"
 _WARM_UP_TOKENS = 4
 _DRAFT_SECONDS = 15.0
 _RETRY_SECONDS = 0.25
@@ -75,7 +76,8 @@ def _calls(address: str) -> Iterator[TandemClient]:
 
 def _with_gamma(options: GenerationOptions, environment: Mapping[str, str]) -> GenerationOptions:
     """The demo's own gamma, where neither the flag nor the server's variable names one."""
-    if options.num_speculative_tokens is not None or environment.get("TANDEM_NUM_SPECULATIVE_TOKENS"):
+    given = options.num_speculative_tokens is not None or options.adaptive_speculative_tokens is not None
+    if given or environment.get("TANDEM_NUM_SPECULATIVE_TOKENS") or environment.get(ADAPTIVE_VARIABLE):
         return options
     return dataclasses.replace(options, num_speculative_tokens=GAMMA)
 
@@ -107,10 +109,13 @@ def _compare(
     _warm_up(client, prompt, options)
     speculative = _stream(client, prompt, options, timeout, screen)
     # The same seed: with the coupled method, or greedily, the text must be the same too.
-    plain_options = dataclasses.replace(options, num_speculative_tokens=0, seed=speculative.start.seed)
+    plain_options = dataclasses.replace(
+        options, num_speculative_tokens=0, adaptive_speculative_tokens=None, seed=speculative.start.seed
+    )
     screen.line("\nthe same without speculation (gamma = 0):\n")
     plain = _stream(client, prompt, plain_options, timeout, screen)
-    block = len(speculative.finish.speculation.draft_tokens_per_position)
+    adaptive = options.adaptive_speculative_tokens
+    block = "auto" if adaptive else len(speculative.finish.speculation.draft_tokens_per_position)
     screen.console.print(statistics_table([(f"gamma = {block}", speculative), ("gamma = 0", plain)]))
     screen.line(f"speed-up {speed_up(speculative, plain):.2f}x; {_equality(speculative, plain, options)}")
 

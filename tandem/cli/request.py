@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tandem.cli.arguments import AUTO
 from tandem.client import GenerationOptions, Message, Method, Prompt
 
 
@@ -18,7 +19,8 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         min_p=arguments.min_p,
         seed=arguments.seed,
         method=Method(arguments.method) if arguments.method else None,
-        num_speculative_tokens=arguments.gamma,
+        num_speculative_tokens=None if arguments.gamma == AUTO else arguments.gamma,
+        adaptive_speculative_tokens=True if arguments.gamma == AUTO else None,
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )

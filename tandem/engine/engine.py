@@ -291,9 +291,9 @@ class Engine(Generic[JobT]):
         began = time.perf_counter()
         done, error = self._forward(batch)
         if error is None:
+            self._count(batch, time.perf_counter() - began)
             for job in done:
                 self._finish(job)
-            self._count(batch, time.perf_counter() - began)
             return
         self.stats.failed_forwards += 1
         if len(batch.jobs) > 1:
@@ -365,6 +365,8 @@ class Engine(Generic[JobT]):
         self.stats.feeds += len(batch.feeds)
         self.stats.tokens += tokens
         self.stats.busy_seconds += seconds
+        for job in batch.jobs:
+            job.work.took(seconds, tokens)
 
     def _fail(self, stream: Stream, request_id: str, epoch: int, fault: ItemFault, session: Session | None) -> None:
         seen, cached = (session.epoch, session.cached_length) if session is not None else (epoch, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.v1 import worker_pb2
+
 
 @dataclass(slots=True)
 class Work:
@@ -19,6 +21,10 @@ class Work:
     """Forwards that the item was in."""
     companions: int = 0
     """Items in these forwards, this one included: divided by `steps`, its batch size."""
+    tokens: int = 0
+    """Tokens in these forwards, of all their items."""
+    seconds: float = 0.0
+    """Time of these forwards, with what was made of their logits."""
 
     def ran(self, began_ns: int, batch_size: int) -> None:
         """A forward is over."""
@@ -26,3 +32,14 @@ class Work:
             self.began_ns = began_ns
         self.steps += 1
         self.companions += batch_size
+
+    def took(self, seconds: float, tokens: int) -> None:
+        """The logits of that forward are used."""
+        self.seconds += seconds
+        self.tokens += tokens
+
+    def to_proto(self) -> worker_pb2.WorkerTime:
+        """For the answer."""
+        return worker_pb2.WorkerTime(
+            seconds=self.seconds, forwards=self.steps, tokens=self.tokens, items=self.companions
+        )

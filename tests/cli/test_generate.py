@@ -50,6 +50,13 @@ def test_every_option_reaches_its_field(run, orchestrator):
     assert (list(request.stop), request.ignore_eos, request.request_id) == (["x", "y"], True, "abc")
 
 
+def test_gamma_may_be_left_to_the_orchestrator(run, orchestrator):
+    assert run("--gamma=auto", "Why?")[0] == 0
+    (request,) = orchestrator.requests
+    assert request.adaptive_speculative_tokens
+    assert not request.HasField("num_speculative_tokens")
+
+
 def test_the_prompt_comes_from_standard_input(run, orchestrator, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
     assert run("--raw")[0] == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +17,8 @@ from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
 
 GAMMAS = (0, 1, 2, 5, 8)
+AUTO = -1
+"""Chosen anew for each round."""
 PROMPTS = 100
 TINY_TOKENS = 32
 SMOL_TOKENS = 12
@@ -36,13 +39,13 @@ def tiny_expected(tiny_prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _run(channel: grpc.Channel, prompts: Sequence[Sequence[int]], gamma: int, tokens: int) -> list[Generation]:
-    return generate_all(
-        channel,
-        (request(prompt, temperature=0, max_tokens=tokens, num_speculative_tokens=gamma) for prompt in prompts),
+    fields: dict[str, Any] = (
+        {"adaptive_speculative_tokens": True} if gamma == AUTO else {"num_speculative_tokens": gamma}
     )
+    return generate_all(channel, (request(prompt, temperature=0, max_tokens=tokens, **fields) for prompt in prompts))
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("gamma", [*GAMMAS, AUTO])
 @pytest.mark.parametrize("pair", ["tiny_channel", "same_channel", "random_draft_channel"])
 def test_the_tiny_pairs_are_token_exact(
     pair: str,
@@ -56,8 +59,11 @@ def test_the_tiny_pairs_are_token_exact(
     drafted = sum(result.speculation.draft_tokens for result in results)
     accepted = sum(result.speculation.accepted_tokens for result in results)
     assert sum(result.speculation.degraded_rounds for result in results) == 0
-    assert (drafted > 0) == (gamma > 0)
-    if gamma and pair == "same_channel":
+    assert (drafted > 0) == (gamma != 0)
+    if gamma == AUTO:
+        sizes = {len(result.speculation.draft_tokens_per_position) for result in results}
+        assert len(sizes) > 1, "the choice never changed"
+    elif gamma and pair == "same_channel":
         assert accepted == drafted
     elif gamma and pair == "tiny_channel":
         assert 0.15 < _acceptance_of_first_position(results) < 0.95

@@ -10,7 +10,7 @@ from tests.telemetry.collector import Span
 
 SCHEMA: dict[str, Any] = json.loads((REPOSITORY / "docs" / "trace-schema.json").read_text())
 
-_TYPES: dict[str, type] = {"string": str, "int": int, "double": float, "string[]": list}
+_TYPES: dict[str, type] = {"string": str, "int": int, "double": float, "bool": bool, "string[]": list}
 
 
 def check(span: Span) -> None:

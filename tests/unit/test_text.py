@@ -118,6 +118,7 @@ def _plan(**changes: object) -> GenerationPlan:
         "prompt_tokens": 0,
         "sampling": sampling_pb2.Sampling(),
         "num_speculative_tokens": 5,
+        "adaptive": False,
         "max_tokens": 100,
         "min_tokens": 0,
         "end_token_ids": frozenset(),
