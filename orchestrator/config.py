@@ -193,6 +193,14 @@ class OrchestratorConfig:
         check=lambda value: value >= 1,
         expected="at least 1",
     )
+    resume_seconds: float = setting(
+        "TANDEM_RESUME_SECONDS",
+        60.0,
+        help="how long a request that was named by its caller can be resumed after its connection broke",
+        parse=float,
+        check=lambda value: 0 <= value <= 86400,
+        expected="0 to 86400",
+    )
     drain_seconds: float = setting(
         "TANDEM_DRAIN_SECONDS",
         20.0,

@@ -51,7 +51,7 @@ class _Round:
 
 
 class Decoder:
-    """Runs one request to its end."""
+    """Runs one request to its end, from the tokens that are committed already."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Decoder:
         gamma: GammaPolicy,
         store: SessionStore,
         ownership: Ownership,
+        committed: bytes,
         recorder: RequestRecorder,
     ) -> None:
         self._plan = plan
@@ -72,9 +73,9 @@ class Decoder:
         self._store = store
         self._ownership = ownership
         self._recorder = recorder
-        self._prefix = Prefix(plan.prompt)
+        self._prefix = Prefix(plan.prompt + committed)
         self._uniforms = UniformsAhead(plan.sampling.seed)
-        self._epoch = 0
+        self._epoch = ownership.epoch
 
     async def rounds(self) -> AsyncGenerator[list[EmittedToken]]:
         """Yields the committed tokens of each round. Raises RequestFailed; the store's errors pass through."""

@@ -51,10 +51,16 @@ class InvalidArgument(RequestFailed):
         return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
 
 
-class AlreadyRunning(RequestFailed):
+class AlreadyKnown(RequestFailed):
     """The request id is taken."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class NotFound(RequestFailed):
+    """There is no request to resume."""
+
+    code = grpc.StatusCode.NOT_FOUND
 
 
 class Overloaded(RequestFailed):
@@ -70,7 +76,7 @@ class Unavailable(RequestFailed):
 
 
 class Aborted(RequestFailed):
-    """Another orchestrator has taken the request over."""
+    """Another call has taken the request over."""
 
     code = grpc.StatusCode.ABORTED
 

@@ -56,6 +56,8 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._requests = Counter("tandem_requests", "Requests by outcome", ["outcome"], registry=registry)
+        self._resumed = Counter("tandem_requests_resumed", "Calls that went on with a known request", registry=registry)
+        self._replayed = Counter("tandem_replayed_tokens", "Tokens read back for such calls", registry=registry)
         self._make_token_counters(registry)
         self._make_round_counters(registry)
         self._make_times(registry)
@@ -64,7 +66,8 @@ class Metrics:
         self._prompt_tokens = Counter("tandem_prompt_tokens", "Tokens of accepted prompts", registry=registry)
         self._generation_tokens = Counter("tandem_generation_tokens", "Committed tokens", registry=registry)
         emitted = Counter("tandem_emitted_tokens", "Committed tokens by their kind", ["kind"], registry=registry)
-        self._emitted = {kind: emitted.labels(kind=kind.name.lower()) for kind in TokenKind}
+        drawn = [kind for kind in TokenKind if kind is not TokenKind.REPLAYED]
+        self._emitted: dict[TokenKind, Counter] = {kind: emitted.labels(kind=kind.name.lower()) for kind in drawn}
         self._drafts = Counter("tandem_spec_decode_num_drafts", "Rounds that had a block", registry=registry)
         self._draft_tokens = Counter("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry=registry)
         self._accepted = Counter(
@@ -149,6 +152,11 @@ class Metrics:
     def request_planned(self, prompt_tokens: int) -> None:
         """A request was found to be good."""
         self._prompt_tokens.inc(prompt_tokens)
+
+    def request_resumed(self, replayed: int) -> None:
+        """A call goes on with a known request, and is sent so many of its tokens first."""
+        self._resumed.inc()
+        self._replayed.inc(replayed)
 
     def request_ended(self, status: str, seconds: float) -> None:
         """A request ended with a gRPC status."""

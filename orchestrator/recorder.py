@@ -52,6 +52,7 @@ class RequestRecorder:
         self._prompt_tokens = 0
         self._queue_seconds: float | None = None
         self._last_commit: float | None = None
+        self._replayed: int | None = None
 
     def planned(self, plan: GenerationPlan, model: str) -> None:
         """The request is good."""
@@ -67,6 +68,13 @@ class RequestRecorder:
         self.metrics.queue_time.observe(self._queue_seconds)
         if self.trace is not None:
             self.trace.admitted(self._queue_seconds)
+
+    def resumed(self, committed: int, offset: int) -> None:
+        """The call goes on with a request that has so many tokens, of which the caller has those before `offset`."""
+        self._replayed = committed - offset
+        self.metrics.request_resumed(self._replayed)
+        if self.trace is not None:
+            self.trace.resumed(committed, offset)
 
     def begin_round(self, epoch: int) -> RoundRecorder:
         """A round is about to ask for its proposal."""
@@ -105,6 +113,7 @@ class RequestRecorder:
             "finish_reason": reason or None,
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": statistics.completion_tokens,
+            "replayed_tokens": self._replayed,
             "rounds": statistics.rounds,
             "draft_tokens": statistics.drafted,
             "accepted_tokens": statistics.accepted,

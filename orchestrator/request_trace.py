@@ -68,6 +68,10 @@ class RequestTrace:
         """The request has a place among those running."""
         self._span.set_attribute("tandem.queue_seconds", queue_seconds)
 
+    def resumed(self, committed: int, offset: int) -> None:
+        """The call goes on with a request that is known."""
+        self._span.add_event("tandem.resume", {"tandem.committed_tokens": committed, "tandem.token_offset": offset})
+
     def first_token(self) -> None:
         """The first tokens are committed."""
         self._span.add_event("tandem.first_token")

@@ -18,6 +18,7 @@ from .gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma, GammaP
 from .request import GenerationPlan, Limits
 from .round_costs import RoundCosts
 from .scoring import TARGET, ScoringPolicy, TargetPool
+from .session import Sessions
 from .session_store import SessionStore, StoreFull, StoreUnavailable
 from .vocabulary import Vocabulary
 
@@ -33,7 +34,7 @@ class Runtime:
     def __init__(self, config: OrchestratorConfig, vocabulary: Vocabulary, store: SessionStore) -> None:
         self.vocabulary = vocabulary
         self.store = store
-        self.owner = uuid.uuid4().hex
+        self.sessions = Sessions(store, uuid.uuid4().hex, config.resume_seconds)
         self.reader_timeout = config.reader_timeout_seconds
         self.admission = Admission(config.max_running_requests, config.max_waiting_requests, config.max_waiting_seconds)
         self.drafting_policy = DraftingPolicy(

@@ -1,31 +1,32 @@
-"""The public API: from a call to a plan, a place, an ownership in the store, the rounds, and a stream of responses."""
+"""The public API: from a call to a plan, a place, a session in the store, the rounds, and a stream of responses."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from tandem import wire
+from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
 from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
-from .errors import Aborted, AlreadyRunning, Context, Overloaded, RequestFailed, Unavailable, abort
+from .errors import Context, Overloaded, RequestFailed, abort
 from .recorder import Recorders, RequestRecorder
 from .request import GenerationPlan, plan_generation
 from .runtime import Runtime
 from .scoring import Scoring
-from .session_store import AlreadyExists, EpochConflict, FencedOff, Ownership, StateLost, StoreFull, StoreUnavailable
+from .session import STORE_FAULTS, Session, as_failure
+from .session_store import Ownership
 from .statistics import RoundStatistics
 
-log = logging.getLogger(__name__)
-
-RETRY_AFTER_SECONDS = 2.0
+REPLAY_TOKENS = 64
+"""In one response of a resumption: turning them into text takes about a millisecond of the event loop."""
 DEADLINE_SLACK_SECONDS = 0.05
 """The caller's clock runs ahead of the one here by the time of the way: its cancellation may come before the deadline."""
 
@@ -58,67 +59,87 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def _generate(
         self, request: api.GenerateRequest, context: Context, recorder: RequestRecorder
     ) -> FinishReason | None:
-        limits = self._runtime.limits()
-        plan = await plan_generation(request, self._runtime.vocabulary, limits)
-        recorder.planned(plan, self._runtime.target_model())
-        completion = Completion(plan, self._runtime.vocabulary.decode)
+        sessions = self._runtime.sessions
+        if request.HasField("token_offset"):
+            async with self._runtime.admission.place():
+                recorder.admitted()
+                session = await sessions.resume(request, "")
+                recorder.planned(session.plan, session.model)
+                recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
+                return await self._stream(session, context, recorder)
+        plan = await plan_generation(request, self._runtime.vocabulary, self._runtime.limits())
+        model = self._runtime.target_model()
+        recorder.planned(plan, model)
         async with self._runtime.admission.place():
             recorder.admitted()
-            ownership = await self._create(plan, request)
-            try:
-                async with aclosing(self._responses(plan, completion, ownership, recorder)) as responses:
-                    async for response in responses:
-                        if response.HasField("start"):
-                            # Else it goes with the first message, and while that is unread no status can be sent.
-                            await context.send_initial_metadata(())
-                        await self._write(context, response)
-            except _STORE_FAULTS as fault:
-                raise _as_failure(fault) from fault
-            except asyncio.CancelledError:
-                # The caller is gone for good: it cancelled, or its deadline passed.
-                await asyncio.shield(self._forget(ownership))
-                raise
+            return await self._stream(await sessions.create(plan, request, model, ""), context, recorder)
+
+    async def _stream(self, session: Session, context: Context, recorder: RequestRecorder) -> FinishReason | None:
+        completion = Completion(session.plan, self._runtime.vocabulary.decode)
+        start: api.GenerationStart | None = _start(session)
+        try:
+            async with aclosing(self._responses(session, completion, recorder)) as responses:
+                async for response in responses:
+                    if start is not None:
+                        response.start.CopyFrom(start)
+                        start = None
+                        # Else it goes with the first message, and while that is unread no status can be sent.
+                        await context.send_initial_metadata(())
+                    await self._write(context, response)
+        except STORE_FAULTS as fault:
+            raise as_failure(fault) from fault
+        except asyncio.CancelledError:
+            # The caller is gone: it cancelled, its deadline passed, or its connection broke.
+            await asyncio.shield(self._runtime.sessions.abandon(session))
+            raise
         return completion.finish_reason
 
-    async def _create(self, plan: GenerationPlan, request: api.GenerateRequest) -> Ownership:
-        encoded = request.SerializeToString(deterministic=True)
-        fingerprint = hashlib.sha256(encoded).digest()
-        try:
-            return await self._runtime.store.create(
-                plan.request_id, fingerprint, plan.sampling.SerializeToString(), plan.prompt, self._runtime.owner
-            )
-        except AlreadyExists as error:
-            raise AlreadyRunning("request_id belongs to another request", "REQUEST_ID_TAKEN") from error
-        except _STORE_FAULTS as fault:
-            raise _as_failure(fault) from fault
-
     async def _responses(
-        self, plan: GenerationPlan, completion: Completion, ownership: Ownership, recorder: RequestRecorder
+        self, session: Session, completion: Completion, recorder: RequestRecorder
     ) -> AsyncGenerator[api.GenerateResponse]:
-        runtime = self._runtime
-        size = runtime.limits().vocabulary_size
-        drafting = Drafting(
-            plan.request_id, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt
-        )
-        scoring = Scoring(
-            plan.request_id, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt
-        )
+        async for response in _replay(session, completion):
+            yield response
+        if session.ownership is None:
+            yield api.GenerateResponse(finish=session.finish)
+        elif completion.finish_reason is not None:
+            # Its owner was lost between the last commit and the end.
+            response = api.GenerateResponse(finish=_finish(session.plan, completion, recorder.statistics))
+            await self._end(session.ownership, session.ownership.epoch, response)
+            yield response
+        else:
+            async with aclosing(self._rounds(session, session.ownership, completion, recorder)) as rounds:
+                async for response in rounds:
+                    yield response
+
+    async def _rounds(
+        self, session: Session, ownership: Ownership, completion: Completion, recorder: RequestRecorder
+    ) -> AsyncGenerator[api.GenerateResponse]:
+        runtime, name, limits = self._runtime, session.worker_session, self._runtime.limits()
+        size = limits.vocabulary_size
+        # The targets of another orchestrator, where the request began, may have taken longer blocks.
+        gamma_limit = min(session.plan.num_speculative_tokens, limits.max_speculative_tokens)
+        plan = dataclasses.replace(session.plan, num_speculative_tokens=gamma_limit)
+        drafting = Drafting(name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt)
+        scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt)
         gamma = runtime.gamma_policy(plan)
-        decoder = Decoder(plan, completion, drafting, scoring, gamma, runtime.store, ownership, recorder)
-        start: api.GenerationStart | None = _start(plan, runtime.target_model())
+        decoder = Decoder(
+            plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
+        )
         try:
             async with aclosing(decoder.rounds()) as rounds:
                 async for emitted in rounds:
-                    response = _response(emitted, start)
-                    start = None
+                    response = _response(emitted)
                     if completion.finish_reason is not None:
                         response.finish.CopyFrom(_finish(plan, completion, recorder.statistics))
-                        await runtime.store.finish(ownership, decoder.epoch, response.finish.SerializeToString())
+                        await self._end(ownership, decoder.epoch, response)
                     yield response
         finally:
             gamma.finish()
             drafting.release()
             scoring.release()
+
+    async def _end(self, ownership: Ownership, epoch: int, response: api.GenerateResponse) -> None:
+        await self._runtime.store.finish(ownership, epoch, response.finish.SerializeToString())
 
     async def _write(self, context: Context, response: api.GenerateResponse) -> None:
         try:
@@ -127,24 +148,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         except TimeoutError:
             raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None
 
-    async def _forget(self, ownership: Ownership) -> None:
-        try:
-            await self._runtime.store.delete(ownership)
-        except _STORE_FAULTS as fault:
-            log.warning("state is left to expire: %s", fault, extra={"request_id": ownership.request_id})
 
-
-_STORE_FAULTS = (FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable)
-
-
-def _as_failure(fault: Exception) -> RequestFailed:
-    if isinstance(fault, FencedOff):
-        return Aborted("another orchestrator has taken the request over", "TAKEN_OVER")
-    if isinstance(fault, StoreFull):
-        return Overloaded("the store is full", "STORE_FULL", RETRY_AFTER_SECONDS)
-    if isinstance(fault, StoreUnavailable):
-        return Unavailable("the store is not available", "STORE_UNAVAILABLE", RETRY_AFTER_SECONDS)
-    return Unavailable("the request's state was lost in the store", "STATE_LOST", RETRY_AFTER_SECONDS)
+async def _replay(session: Session, completion: Completion) -> AsyncGenerator[api.GenerateResponse]:
+    """The committed tokens again, a few at a time: the completion takes them all, the caller gets those it lacks."""
+    token_ids = wire.decode_ids(session.committed).tolist()
+    for start in range(0, len(token_ids), REPLAY_TOKENS):
+        chunk = token_ids[start : start + REPLAY_TOKENS]
+        emitted = completion.take(chunk, [TokenKind.REPLAYED] * len(chunk))
+        if missing := emitted[max(session.offset - start, 0) :]:
+            yield _response(missing)
+        await asyncio.sleep(0)
 
 
 def _operation(request: api.GenerateRequest) -> str:
@@ -156,15 +169,15 @@ def _cancelled_status(seconds_left: float | None) -> str:
     return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= DEADLINE_SLACK_SECONDS else "CANCELLED"
 
 
-def _start(plan: GenerationPlan, model: str) -> api.GenerationStart:
+def _start(session: Session) -> api.GenerationStart:
+    plan = session.plan
     return api.GenerationStart(
-        request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=model
+        request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=session.model
     )
 
 
-def _response(emitted: list[EmittedToken], start: api.GenerationStart | None) -> api.GenerateResponse:
+def _response(emitted: list[EmittedToken]) -> api.GenerateResponse:
     return api.GenerateResponse(
-        start=start,
         tokens=[api.GeneratedToken(token_id=t.token_id, kind=int(t.kind), text=t.text) for t in emitted],  # type: ignore[arg-type]
         text="".join(token.text for token in emitted),
     )

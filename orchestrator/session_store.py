@@ -222,6 +222,7 @@ class StoreScripts:
     read: Script
     finish: Script
     delete: Script
+    abandon: Script
     probe: Script
 
     @classmethod
@@ -347,6 +348,14 @@ class SessionStore:
     async def delete(self, ownership: Ownership) -> None:
         """Removes the session, if it is still there. Works on a full server. Raises FencedOff, StoreUnavailable."""
         self._check(await self._run(self._scripts.delete, ownership.keys, (ownership.fence, ownership.claim)))
+
+    async def abandon(self, ownership: Ownership, seconds: float) -> None:
+        """Lets a running session expire after so many seconds, unless somebody takes it over. Works on a full server.
+
+        Raises FencedOff, StoreUnavailable.
+        """
+        args = (ownership.fence, ownership.claim, _milliseconds(seconds))
+        self._check(await self._run(self._scripts.abandon, ownership.keys, args))
 
     async def _run(self, script: Script, keys: tuple[bytes, bytes], args: tuple[bytes | int, ...]) -> Any:
         try:

@@ -30,6 +30,7 @@ class TokenKind(IntEnum):
     ACCEPTED = 1
     RECOVERED = 2
     BONUS = 3
+    REPLAYED = 4
 
 
 class DraftContractError(ValueError):

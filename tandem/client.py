@@ -25,6 +25,7 @@ class TokenKind(enum.StrEnum):
     ACCEPTED = "accepted"
     RECOVERED = "recovered"
     BONUS = "bonus"
+    REPLAYED = "replayed"
 
 
 class FinishReason(enum.StrEnum):
@@ -171,6 +172,14 @@ class OverloadedError(TandemError):
     """Too many requests; try again after `retry_after_seconds`."""
 
 
+class TakenOverError(TandemError):
+    """The request was resumed by another call, which goes on with it."""
+
+
+class NotFoundError(TandemError):
+    """There is no request of this id to resume (any more)."""
+
+
 class DeadlineError(TandemError):
     """The caller's own time limit ran out."""
 
@@ -187,6 +196,8 @@ _ERROR_CLASSES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.ABORTED: TakenOverError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: CancelledCallError,
 }
@@ -245,6 +256,12 @@ class TandemClient:
         request = build_request(prompt, options or GenerationOptions(), request_id)
         return Generation(self._stub.Generate(request, timeout=timeout))
 
+    def resume(self, request_id: str, token_offset: int, *, timeout: float | None = None) -> Generation:
+        """Goes on with a request, on any orchestrator, behind the tokens that the caller has. Errors are raised by the
+        iteration: NotFoundError, and InvalidRequestError where fewer tokens are committed, among them."""
+        request = orchestrator_pb2.GenerateRequest(request_id=request_id, token_offset=token_offset)
+        return Generation(self._stub.Generate(request, timeout=timeout))
+
     def close(self) -> None:
         """Closes the connection; running generations are cancelled."""
         self._channel.close()
@@ -295,6 +312,7 @@ _KINDS = {
     orchestrator_pb2.TOKEN_KIND_ACCEPTED: TokenKind.ACCEPTED,
     orchestrator_pb2.TOKEN_KIND_RECOVERED: TokenKind.RECOVERED,
     orchestrator_pb2.TOKEN_KIND_BONUS: TokenKind.BONUS,
+    orchestrator_pb2.TOKEN_KIND_REPLAYED: TokenKind.REPLAYED,
 }
 _REASONS = {
     orchestrator_pb2.FINISH_REASON_STOP: FinishReason.STOP,

@@ -109,6 +109,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_home(parser)
     _add_sampling(parser, temperature=None, max_tokens=None)
     parser.add_argument("--request-id", default="", metavar="ID", help="default: made by the server")
-    parser.add_argument("--kinds", action="store_true", help="mark each token's kind by a letter: A, R or B")
+    parser.add_argument(
+        "--resume", default="", metavar="ID", help="go on with this request, on any orchestrator; takes no prompt"
+    )
+    parser.add_argument("--offset", type=int, metavar="N", help="tokens of it that are there already (default 0)")
+    parser.add_argument(
+        "--kinds", action="store_true", help="mark each token's kind by a letter: A, R or B; = if it is replayed"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--stats", action="store_true", help="print a table of rounds and acceptance to standard error")

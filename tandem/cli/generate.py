@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tandem.cli.completion import Completion, collect
 from tandem.cli.endpoint import orchestrator_address
@@ -14,21 +14,19 @@ from tandem.cli.failure import calls_explained
 from tandem.cli.render import TokenPainter, use_colour
 from tandem.cli.request import options_of, prompt_of
 from tandem.cli.settings import with_flags
-from tandem.client import Chunk, TandemClient
+from tandem.client import Chunk, Generation, GenerationOptions, TandemClient
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Streams the text to standard output; statistics and errors go to standard error."""
     if arguments.raw and arguments.system:
         raise CliError("--system is a chat message; it can't be used with --raw", USAGE)
-    prompt = prompt_of(arguments, read_prompt(arguments.prompt))
+    start = _call(arguments)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
     with TandemClient(address) as client, calls_explained(address):
         try:
-            generation = client.generate(
-                prompt, options_of(arguments), request_id=arguments.request_id, timeout=arguments.timeout
-            )
+            generation = start(client)
         except ValueError as error:
             # A number that doesn't fit its field can't even be sent.
             raise CliError(f"an option is out of range: {error}", USAGE) from error
@@ -44,6 +42,20 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if arguments.stats:
         _print_statistics(completion)
     return 0
+
+
+def _call(arguments: argparse.Namespace) -> Callable[[TandemClient], Generation]:
+    """What is asked for: a new generation, or the rest of one."""
+    if not arguments.resume:
+        if arguments.offset is not None:
+            raise CliError("--offset belongs to --resume", USAGE)
+        prompt, options = prompt_of(arguments, read_prompt(arguments.prompt)), options_of(arguments)
+        return lambda client: client.generate(
+            prompt, options, request_id=arguments.request_id, timeout=arguments.timeout
+        )
+    if arguments.prompt is not None or options_of(arguments) != GenerationOptions():
+        raise CliError("a request that is resumed has its prompt and its options already", USAGE)
+    return lambda client: client.resume(arguments.resume, arguments.offset or 0, timeout=arguments.timeout)
 
 
 def read_prompt(argument: str | None) -> str:

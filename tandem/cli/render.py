@@ -7,8 +7,8 @@ from typing import TextIO
 
 from tandem.client import Chunk, GeneratedToken, TokenKind
 
-_COLOURS = {TokenKind.ACCEPTED: "32", TokenKind.RECOVERED: "33", TokenKind.BONUS: "36"}
-_LETTERS = {TokenKind.ACCEPTED: "A", TokenKind.RECOVERED: "R", TokenKind.BONUS: "B"}
+_COLOURS = {TokenKind.ACCEPTED: "32", TokenKind.RECOVERED: "33", TokenKind.BONUS: "36", TokenKind.REPLAYED: "2"}
+_LETTERS = {TokenKind.ACCEPTED: "A", TokenKind.RECOVERED: "R", TokenKind.BONUS: "B", TokenKind.REPLAYED: "="}
 _MEANINGS = {
     TokenKind.ACCEPTED: "accepted from the draft",
     TokenKind.RECOVERED: "recovered after a rejection",

@@ -29,7 +29,8 @@ from tandem.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 160
+"""A caller's 128, and room for the number of the ownership behind it."""
 MAX_END_TOKEN_IDS = 1024
 MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0

@@ -57,6 +57,19 @@ def test_gamma_may_be_left_to_the_orchestrator(run, orchestrator):
     assert not request.HasField("num_speculative_tokens")
 
 
+def test_a_request_is_resumed_by_its_name_alone(run, orchestrator):
+    assert run("--resume=abc", "--offset=7") == (0, "The sky is\nblue.", "")
+    (request,) = orchestrator.requests
+    assert (request.request_id, request.token_offset) == ("abc", 7)
+    assert request.WhichOneof("prompt") is None
+
+
+@pytest.mark.parametrize("arguments", [["--resume=a", "text"], ["--resume=a", "--top-k=3"], ["--offset=3", "text"]])
+def test_a_resumption_takes_nothing_else(run, orchestrator, arguments):
+    assert run(*arguments)[0] == 2
+    assert not orchestrator.requests
+
+
 def test_the_prompt_comes_from_standard_input(run, orchestrator, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
     assert run("--raw")[0] == 0

@@ -48,7 +48,7 @@ pytest_plugins = ("tests.support.redis_fixtures",)
 
 OWNERS = ("A", "B")
 REQUEST_IDS = ("r0", "r1")
-RUNNING_TTL, FINISHED_TTL, AGED_TTL = 900, 300, 60
+RUNNING_TTL, FINISHED_TTL, ABANDONED_TTL, AGED_TTL = 900, 300, 150, 60
 
 
 class LossyPipeline(ScriptPipeline):
@@ -246,14 +246,21 @@ class StoreMachine(RuleBasedStateMachine):
                 session.ttl = FINISHED_TTL
         self.check(outcome, expected)
 
-    @rule(holder=holders, lose_reply=st.booleans())
-    def delete(self, holder: Holder, lose_reply: bool) -> None:
-        outcome = self.act(holder.owner, lose_reply, lambda store: store.delete(holder.ownership))
-        if holder.request_id in self.sessions and self.owned_by[holder.request_id] is not holder.ownership:
-            self.check(outcome, FencedOff)
+    @rule(holder=holders, how=st.sampled_from(["delete", "abandon", "abandon"]), lose_reply=st.booleans())
+    def give_up(self, holder: Holder, how: str, lose_reply: bool) -> None:
+        if how == "delete":
+            outcome = self.act(holder.owner, lose_reply, lambda store: store.delete(holder.ownership))
         else:
-            self.check(outcome, None)
+            outcome = self.act(holder.owner, lose_reply, lambda store: store.abandon(holder.ownership, ABANDONED_TTL))
+        session = self.sessions.get(holder.request_id)
+        if session is not None and self.owned_by[holder.request_id] is not holder.ownership:
+            self.check(outcome, FencedOff)
+            return
+        self.check(outcome, None)
+        if how == "delete":
             self.sessions.pop(holder.request_id, None)
+        elif session is not None and session.finish is None:
+            session.ttl = ABANDONED_TTL
 
     @rule(owner=st.sampled_from(OWNERS), request_id=st.sampled_from(REQUEST_IDS))
     def read(self, owner: str, request_id: str) -> None:
@@ -400,6 +407,13 @@ FAULTS = {
         "if false then",
     ),
     "delete that forgets the tokens": ("delete", "'UNLINK', KEYS[1], KEYS[2]", "'UNLINK', KEYS[1]"),
+    "abandonment without a fence": (
+        "abandon",
+        "if tonumber(fence) ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then",
+        "if false then",
+    ),
+    "abandonment of a finished session": ("abandon", "if status ~= 'running'", "if false"),
+    "abandonment that keeps the tokens": ("abandon", "'PEXPIRE', KEYS[2], ARGV[3]", "'PTTL', KEYS[2]"),
     "read of damaged tokens": ("read", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
 }
 

