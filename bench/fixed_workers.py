@@ -18,6 +18,7 @@ import grpc.aio
 
 from tandem import grpc_server
 from tandem.model_info import token_strings, vocabulary_fingerprint
+from tandem.sampling_limits import SAMPLING_VERSION
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 
 from .echo import echo
@@ -141,6 +142,7 @@ def _model_info(tokenizer: Any) -> worker_pb2.GetModelInfoResponse:
         device="none",
         slots=1024,
         max_speculative_tokens=64,
+        sampling_version=SAMPLING_VERSION,
     )
 
 

@@ -12,6 +12,7 @@ from tandem.acceptance import Drafted, check_drafted
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
 from tandem.engine.job import Job, Method
+from tandem.engine.sampling_fields import check_sampling, context
 from tandem.v1 import draft_pb2
 
 
@@ -41,6 +42,7 @@ class ModelDrafter:
 
     def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
         """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
+        check_sampling(item, self._vocabulary_size)
         block = item.num_speculative_tokens
         if not 1 <= block <= self._max_speculative_tokens:
             raise invalid("num_speculative_tokens", f"{block}, expected 1 to {self._max_speculative_tokens}")
@@ -57,6 +59,7 @@ class ModelDrafter:
             [job.session.tokens.length for job in jobs],
             self._vocabulary_size,
             self._support_size,
+            [context(job) for job in jobs],
         )
         for job, drafted in zip(jobs, drawn, strict=True):
             job.session.tokens.append(drafted.token_id)

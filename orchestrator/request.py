@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
-import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +13,9 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 
 from .errors import InvalidArgument
+from .sampling_request import check_ids, check_sampling, resolve_sampling
 from .vocabulary import PromptNotEncodable, Vocabulary
 
-MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-3
-"""Below it, and above 0, logits divided by it leave float32; greedy is what the caller wants then."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -72,6 +68,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
     """Validates everything that costs nothing first, then encodes the prompt. Raises InvalidArgument."""
     request_id = _request_id(request)
     _check_numbers(request, limits)
+    check_sampling(request, limits.vocabulary_size)
     _check_stops(request, limits)
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"must be at most {MAX_SALT_CHARACTERS} characters")
@@ -92,7 +89,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         request_id=request_id,
         prompt=wire.encode_ids(prompt),
         prompt_tokens=len(prompt),
-        sampling=_sampling(request, vocabulary, len(prompt) + min_tokens if min_tokens else 0, end_token_ids),
+        sampling=await resolve_sampling(request, vocabulary, limits.vocabulary_size, len(prompt), end_token_ids),
         num_speculative_tokens=gamma,
         adaptive=adaptive,
         max_tokens=max_tokens,
@@ -113,25 +110,10 @@ def _request_id(request: api.GenerateRequest) -> str:
 
 
 def _check_numbers(request: api.GenerateRequest, limits: Limits) -> None:
-    _check_range(request, "temperature", 0.0, MAX_TEMPERATURE)
-    _check_range(request, "top_p", 0.0, 1.0, low_allowed=False)
-    _check_range(request, "min_p", 0.0, 1.0)
     if request.HasField("max_tokens") and not 1 <= request.max_tokens <= limits.max_tokens:
         raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_tokens}")
     if request.HasField("num_speculative_tokens") and request.num_speculative_tokens > limits.max_speculative_tokens:
         raise InvalidArgument("num_speculative_tokens", f"must be 0 to {limits.max_speculative_tokens}")
-    if request.acceptance_method not in sampling_pb2.AcceptanceMethod.values():
-        raise InvalidArgument("acceptance_method", "must be REJECTION or COUPLED")
-
-
-def _check_range(
-    request: api.GenerateRequest, field: str, low: float, high: float, *, low_allowed: bool = True
-) -> None:
-    value: float = getattr(request, field)
-    if not request.HasField(field):  # type: ignore[arg-type]
-        return
-    if not (math.isfinite(value) and low <= value <= high and (low_allowed or value > low)):
-        raise InvalidArgument(field, f"must be {'in [' if low_allowed else 'in ('}{low:g}, {high:g}]")
 
 
 def _check_stops(request: api.GenerateRequest, limits: Limits) -> None:
@@ -139,10 +121,7 @@ def _check_stops(request: api.GenerateRequest, limits: Limits) -> None:
         raise InvalidArgument("stop", f"at most {MAX_STOPS} strings")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
         raise InvalidArgument("stop", f"strings must have 1 to {MAX_STOP_CHARACTERS} characters")
-    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    if any(token_id >= limits.vocabulary_size for token_id in request.stop_token_ids):
-        raise InvalidArgument("stop_token_ids", f"ids must be below the vocabulary's {limits.vocabulary_size}")
+    check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS, limits.vocabulary_size)
 
 
 def _check_prompt_size(request: api.GenerateRequest, limits: Limits) -> None:
@@ -207,20 +186,3 @@ def _gamma(request: api.GenerateRequest, limits: Limits) -> tuple[int, bool]:
         return request.num_speculative_tokens, adaptive
     most = limits.max_speculative_tokens
     return (most if adaptive else min(limits.default_speculative_tokens, most)), adaptive
-
-
-def _sampling(
-    request: api.GenerateRequest, vocabulary: Vocabulary, min_length: int, end_token_ids: frozenset[int]
-) -> sampling_pb2.Sampling:
-    defaults = vocabulary.defaults
-    temperature = request.temperature if request.HasField("temperature") else defaults.temperature
-    return sampling_pb2.Sampling(
-        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        top_k=request.top_k if request.HasField("top_k") else defaults.top_k,
-        top_p=request.top_p if request.HasField("top_p") else defaults.top_p,
-        min_p=request.min_p if request.HasField("min_p") else defaults.min_p,
-        seed=request.seed if request.HasField("seed") else secrets.randbits(64),
-        acceptance_method=request.acceptance_method or sampling_pb2.ACCEPTANCE_METHOD_REJECTION,
-        min_length=min_length,
-        end_token_ids=sorted(end_token_ids) if min_length else (),
-    )

@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.model_info import token_strings, vocabulary_fingerprint
+from tandem.sampling_limits import (
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    SAMPLING_VERSION,
+    in_range,
+)
 from tandem.v1 import worker_pb2
 
 from .worker_stream import IncompatibleWorker
@@ -27,6 +34,18 @@ class GenerationDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that no request could have."""
+        if not (
+            0.0 <= self.temperature <= MAX_TEMPERATURE
+            and self.top_k >= 0
+            and 0.0 < self.top_p <= 1.0
+            and 0.0 <= self.min_p <= 1.0
+            and in_range(self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        ):
+            raise ValueError(f"the model's generation config is out of range: {self}")
 
 
 class Vocabulary:
@@ -99,6 +118,14 @@ class Vocabulary:
             ids += self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids + self._encode_rendered(rest)
 
+    def encode_bad_word(self, text: str) -> list[list[int]]:
+        """The token sequences of a text, at the start of a word and after a space; as vLLM makes them."""
+        bare = self._encode_rendered(text.lstrip())
+        spaced = self._encode_rendered(" " + text.lstrip())
+        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+            return [bare, spaced]
+        return [bare] if bare else []
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -121,10 +148,17 @@ class Vocabulary:
             raise IncompatibleWorker(
                 f"the {role} model {info.model} has other token strings than the tokenizer of the orchestrator"
             )
+        if info.sampling_version < SAMPLING_VERSION:
+            raise IncompatibleWorker(
+                f"the {role} service applies sampling version {info.sampling_version}, {SAMPLING_VERSION} is needed"
+            )
+
+
+_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def _defaults(generation_config: dict[str, Any]) -> GenerationDefaults:
-    known = {name: generation_config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    known = {name: generation_config.get(name) for name in _DEFAULTED}
     return GenerationDefaults(**{name: value for name, value in known.items() if value is not None})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -72,6 +72,14 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str | None = None
 
 
@@ -277,6 +285,7 @@ class TandemClient:
 
 _OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens"})
 """Where false is not the same as unset."""
+_CONVERTED = frozenset({"method", "bad_words_token_ids"})
 
 
 def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -> orchestrator_pb2.GenerateRequest:
@@ -284,13 +293,17 @@ def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -
     set_fields = {
         name: value
         for name, value in dataclasses.asdict(options).items()
-        if name != "method" and value is not None and (value is not False or name in _OPTIONAL_FLAGS) and value != ()
+        if name not in _CONVERTED
+        and value is not None
+        and (value is not False or name in _OPTIONAL_FLAGS)
+        and value != ()
     }
     request = orchestrator_pb2.GenerateRequest(request_id=request_id, **set_fields)
     if options.method is not None:
         request.acceptance_method = sampling_pb2.AcceptanceMethod.Value(
             f"ACCEPTANCE_METHOD_{options.method.name}",
         )
+    request.bad_words_token_ids.extend(sampling_pb2.TokenSequence(ids=ids) for ids in options.bad_words_token_ids)
     _set_prompt(request, prompt)
     return request
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tandem.acceptance import Drafted, TargetRow
+from tandem.logit_adjustments import Adjustments, adjust
 from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, lane_uniforms
 from tandem.v1 import sampling_pb2
 from tandem.wire import IdArray
@@ -55,6 +56,12 @@ class SamplingParams:
     coupled: bool
     min_length: int
     end_token_ids: tuple[int, ...]
+    adjustments: Adjustments | None = None
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a row's distribution depends on more than its logits and its position."""
+        return self.adjustments is not None and self.adjustments.reads_context
 
     @classmethod
     def from_proto(cls, message: sampling_pb2.Sampling) -> SamplingParams:
@@ -77,6 +84,7 @@ class SamplingParams:
             coupled=message.acceptance_method == sampling_pb2.ACCEPTANCE_METHOD_COUPLED,
             min_length=message.min_length,
             end_token_ids=tuple(message.end_token_ids),
+            adjustments=Adjustments.from_proto(message),
         )
 
 
@@ -86,17 +94,20 @@ def target_rows(
     positions: Sequence[int],
     supports: Sequence[IdArray],
     vocabulary_size: int,
+    contexts: Sequence[IdArray | None] | None = None,
 ) -> list[TargetRow]:
     """The target's side of the rule for R rows.
 
     `logits` is [R, V_padded], where ids from `vocabulary_size` on are padding; `positions[i]` is the absolute position
     of the token that row i predicts; `supports[i]` the ids that the draft sent for it, [k_i], empty where nothing was
-    drafted, in which case the outside draw is a draw from p. Raises ValueError for logits that make no distribution.
+    drafted, in which case the outside draw is a draw from p. `contexts[i]` begins with the `positions[i]` tokens before
+    row i; it may be None where its parameters don't read it, and is best the same array for rows of one block. Raises
+    ValueError for logits that make no distribution.
     """
     if len(params) == 0:
         return []
     support = _pad_supports(supports, vocabulary_size)
-    scores = _scores(logits, params, positions, vocabulary_size)
+    scores = _scores(logits, params, positions, vocabulary_size, contexts)
     batch = _Batch.make(params, positions, Lane.OUTSIDE, scores, torch.from_numpy(support))
     readings = _readings(scores, batch)
     _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE)
@@ -115,6 +126,7 @@ def draft_tokens(
     positions: Sequence[int],
     vocabulary_size: int,
     support_size: int,
+    contexts: Sequence[IdArray | None] | None = None,
 ) -> list[Drafted]:
     """One draft token for each of R rows, with the distribution it was drawn from.
 
@@ -123,7 +135,7 @@ def draft_tokens(
     """
     if len(params) == 0:
         return []
-    scores = _scores(logits, params, positions, vocabulary_size)
+    scores = _scores(logits, params, positions, vocabulary_size, contexts)
     batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
     size = min(support_size, vocabulary_size)
     # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight.
@@ -251,9 +263,17 @@ def _pad_supports(supports: Sequence[IdArray], vocabulary_size: int) -> NDArray[
     return padded
 
 
-def _scores(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], vocabulary_size: int) -> Tensor:
-    """Logits without padding and suppressed tokens, [R, V] float32; the caller's tensor is never written to."""
-    scores = logits[:, :vocabulary_size].float()
+def _scores(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    vocabulary_size: int,
+    contexts: Sequence[IdArray | None] | None,
+) -> Tensor:
+    """Logits without padding, adjusted, without suppressed tokens, [R, V] float32; the caller's tensor is never written
+    to."""
+    adjustments = [each.adjustments for each in params]
+    scores = adjust(logits[:, :vocabulary_size].float(), adjustments, positions, contexts)
     suppressed = [
         (row, token_id)
         for row, (each, position) in enumerate(zip(params, positions, strict=True))

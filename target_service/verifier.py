@@ -13,6 +13,7 @@ from tandem.acceptance import MAX_SUPPORT_SIZE, TargetRow
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
 from tandem.engine.job import Job
+from tandem.engine.sampling_fields import check_sampling, context
 from tandem.engine.session import decode_token_ids
 from tandem.v1 import target_pb2
 from tandem.wire import TOKEN_BYTES, IdArray
@@ -41,6 +42,7 @@ class Verifier:
 
     def admit(self, item: target_pb2.VerifyItem) -> VerifyJob:
         """Checks the block and its supports; raises ItemFault INVALID_ARGUMENT."""
+        check_sampling(item, self._vocabulary_size)
         block = decode_token_ids("draft_token_ids", item.draft_token_ids, self._vocabulary_size)
         if block.size > self._max_speculative_tokens:
             raise invalid("draft_token_ids", f"{block.size} tokens, at most {self._max_speculative_tokens} allowed")
@@ -64,6 +66,7 @@ class Verifier:
             [job.session.prefix_length + index for job in jobs for index in range(job.rows)],
             [support for job in jobs for support in job.supports],
             self._vocabulary_size,
+            [tokens for job in jobs for tokens in [context(job)] * job.rows],
         )
         start = 0
         for job in jobs:

@@ -88,11 +88,41 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
     )
     group.add_argument("--method", choices=("rejection", "coupled"), help="acceptance method")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument(
+        "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end after this token (repeatable)"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     group.add_argument("--raw", action="store_true", help="complete the text as it stands, not as a chat message")
     group.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    _add_adjustments(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the call")
     _add_colour(parser)
+
+
+def _add_adjustments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "tokens made likelier, rarer, or impossible (options with an ID or a TEXT are repeatable)"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: rarer if in the prompt or the output; 1 is none"
+    )
+    group.add_argument("--presence-penalty", type=float, metavar="R", help="above 0: rarer if in the output")
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="R", help="above 0: rarer each time it is in the output"
+    )
+    group.add_argument(
+        "--logit-bias", action="append", type=_bias, default=[], metavar="ID=BIAS", help="add to the token's logit"
+    )
+    group.add_argument("--ban-token-id", action="append", type=int, default=[], metavar="ID", help="never this token")
+    group.add_argument("--allow-token-id", action="append", type=int, default=[], metavar="ID", help="only such tokens")
+    group.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="never this text's tokens in a row"
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,15 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         num_speculative_tokens=None if arguments.gamma == AUTO else arguments.gamma,
         adaptive_speculative_tokens=True if arguments.gamma == AUTO else None,
         stop=tuple(arguments.stop),
+        stop_token_ids=tuple(arguments.stop_token_id),
         ignore_eos=arguments.ignore_eos,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        logit_bias=dict(arguments.logit_bias) or None,
+        banned_token_ids=tuple(arguments.ban_token_id),
+        allowed_token_ids=tuple(arguments.allow_token_id),
+        bad_words=tuple(arguments.bad_word),
     )
 
 

@@ -18,20 +18,19 @@ from typing import Any, Generic
 
 from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
+from tandem.engine.sampling_fields import params_of
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
 from tandem.engine.slot_ledger import SlotLedger
 from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
-from tandem.sampling import SamplingParams
 from tandem.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARACTERS = 160
 """A caller's 128, and room for the number of the ownership behind it."""
-MAX_END_TOKEN_IDS = 1024
 MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0
 
@@ -146,18 +145,18 @@ class Engine(Generic[JobT]):
     def _admit(self, stream: Stream, item: WorkItem, known: Session | None) -> None:
         session = known if known is not None else self._new_session(item)
         session.check_epoch(item.cache_epoch)
-        if item.HasField("sampling"):
-            session.sampling = _sampling(item)
-        elif session.sampling is None:
+        sampling = params_of(item) if item.HasField("sampling") else session.sampling
+        if sampling is None:
             raise invalid("sampling", "missing in the first item of the session")
         job = self._method.admit(item)
+        session.sampling = sampling
         self._replace_running(session, item.cache_epoch)
         session.apply(item.prefix, job.block, self._lm.max_length, self._lm.padded_vocabulary_size)
         reused = 0
         if session.slot is None:
             self._seat(session)
             reused = session.cached_length
-        job.session, job.stream, job.sampling = session, stream, session.sampling
+        job.session, job.stream, job.sampling = session, stream, sampling
         job.work.prefill_tokens = session.prefix_length - session.cached_length
         job.work.reused_tokens = reused
         if known is None:
@@ -407,14 +406,3 @@ def _nothing() -> None:
 
 def _internal() -> ItemFault:
     return ItemFault(worker_pb2.ERROR_REASON_INTERNAL, "a fault inside the worker; its log has the details")
-
-
-def _sampling(item: WorkItem) -> SamplingParams:
-    if len(item.sampling.end_token_ids) > MAX_END_TOKEN_IDS:
-        raise invalid(
-            "sampling", f"{len(item.sampling.end_token_ids)} end_token_ids, at most {MAX_END_TOKEN_IDS} allowed"
-        )
-    try:
-        return SamplingParams.from_proto(item.sampling)
-    except ValueError as error:
-        raise invalid("sampling", str(error)) from error

@@ -22,6 +22,7 @@ from tandem import grpc_server
 from tandem.engine.faults import ModelError
 from tandem.engine.packed_stream import PackedStream, StreamLimits
 from tandem.engine.stream import Answer
+from tandem.sampling_limits import SAMPLING_VERSION
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class WorkerState:
             device=model.device,
             slots=model.slots,
             max_speculative_tokens=self._max_speculative_tokens,
+            sampling_version=SAMPLING_VERSION,
         )
 
     async def serve_stream(

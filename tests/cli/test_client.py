@@ -43,6 +43,22 @@ def test_every_kind_of_prompt():
     assert list(build_request([1, 2], GenerationOptions(), "").token_ids.ids) == [1, 2]
 
 
+def test_adjustments_are_sent():
+    options = GenerationOptions(
+        repetition_penalty=1.25,
+        presence_penalty=0.0,
+        logit_bias={5: -1.5},
+        banned_token_ids=(1,),
+        allowed_token_ids=(2, 3),
+        bad_words=("x",),
+        bad_words_token_ids=((4, 5), (6,)),
+    )
+    request = build_request("text", options, "")
+    assert (request.repetition_penalty, dict(request.logit_bias)) == (1.25, {5: -1.5})
+    assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([1], [2, 3])
+    assert (list(request.bad_words), [list(word.ids) for word in request.bad_words_token_ids]) == (["x"], [[4, 5], [6]])
+
+
 def test_chunks_are_plain_values(orchestrator):
     with TandemClient(orchestrator.address) as client:
         chunks = list(client.generate("hi"))

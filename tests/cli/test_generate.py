@@ -70,6 +70,20 @@ def test_a_resumption_takes_nothing_else(run, orchestrator, arguments):
     assert not orchestrator.requests
 
 
+def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
+    code, _, _ = run(
+        *("--repetition-penalty=1.5", "--presence-penalty=-0.5", "--frequency-penalty=0.25", "--stop-token-id=9"),
+        *("--logit-bias=7=-2.5", "--logit-bias=0=1", "--ban-token-id=3", "--ban-token-id=4", "--allow-token-id=5"),
+        *("--bad-word=one", "--bad-word=two words", "text"),
+    )
+    assert code == 0
+    (request,) = orchestrator.requests
+    assert (request.repetition_penalty, request.presence_penalty, request.frequency_penalty) == (1.5, -0.5, 0.25)
+    assert dict(request.logit_bias) == {7: -2.5, 0: 1.0}
+    assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([3, 4], [5])
+    assert (list(request.bad_words), list(request.stop_token_ids)) == (["one", "two words"], [9])
+
+
 def test_the_prompt_comes_from_standard_input(run, orchestrator, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
     assert run("--raw")[0] == 0

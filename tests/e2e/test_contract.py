@@ -20,6 +20,7 @@ GAMMAS = (0, 1, 2, 5, 8)
 PAIRS = ("same_channel", "tiny_channel", "random_draft_channel")
 PROMPT = "def read_lines(path):\n"
 COUPLED = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
+TokenSequence = sampling_pb2.TokenSequence
 
 
 @pytest.fixture(params=PAIRS)
@@ -198,6 +199,29 @@ BAD = [
     ("stop", {"text": "a", "stop": ["x" * 257]}),
     ("stop_token_ids", {"text": "a", "stop_token_ids": [4_000_000]}),
     ("stop_token_ids", {"text": "a", "stop_token_ids": list(range(65))}),
+    ("repetition_penalty", {"text": "a", "repetition_penalty": 0.0}),
+    ("repetition_penalty", {"text": "a", "repetition_penalty": float("nan")}),
+    ("repetition_penalty", {"text": "a", "repetition_penalty": 101.0}),
+    ("presence_penalty", {"text": "a", "presence_penalty": 2.5}),
+    ("presence_penalty", {"text": "a", "presence_penalty": float("nan")}),
+    ("frequency_penalty", {"text": "a", "frequency_penalty": float("-inf")}),
+    ("logit_bias", {"text": "a", "logit_bias": {191_222: -100.0}}),
+    ("logit_bias", {"text": "a", "logit_bias": {1: float("nan")}}),
+    ("logit_bias", {"text": "a", "logit_bias": {1: 100.5}}),
+    ("logit_bias", {"text": "a", "logit_bias": dict.fromkeys(range(1025), 1.0)}),
+    ("banned_token_ids", {"text": "a", "banned_token_ids": [2**32 - 1]}),
+    ("banned_token_ids", {"text": "a", "banned_token_ids": [1] * 1025}),
+    ("banned_token_ids", {"text": "a", "banned_token_ids": range(512)}),
+    ("allowed_token_ids", {"text": "a", "allowed_token_ids": [512]}),
+    ("allowed_token_ids", {"text": "a", "allowed_token_ids": [7], "banned_token_ids": [7]}),
+    ("allowed_token_ids", {"text": "a", "allowed_token_ids": [0], "min_tokens": 1}),
+    ("bad_words", {"text": "a", "bad_words": [" "]}),
+    ("bad_words", {"text": "a", "bad_words": ["x" * 257]}),
+    ("bad_words", {"text": "a", "bad_words": ["x"] * 50_000}),
+    ("bad_words_token_ids", {"text": "a", "bad_words_token_ids": [TokenSequence()]}),
+    ("bad_words_token_ids", {"text": "a", "bad_words_token_ids": [TokenSequence(ids=[1])] * 257}),
+    ("bad_words_token_ids.ids", {"text": "a", "bad_words_token_ids": [TokenSequence(ids=[1, 4_000])]}),
+    ("bad_words_token_ids.ids", {"text": "a", "bad_words_token_ids": [TokenSequence(ids=[1] * 33)]}),
     ("request_id", {"text": "a", "request_id": "white space"}),
     ("request_id", {"text": "a", "request_id": "x" * 129}),
     ("cache_salt", {"text": "a", "cache_salt": "x" * 129}),
@@ -223,6 +247,8 @@ def test_bad_input_is_refused_by_name_and_does_no_harm(
 
 def test_neutral_values_pass(tiny_channel: grpc.Channel, natural: Generation) -> None:
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "stop": [], "stop_token_ids": []}
+    neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {3: 0.0}}
+    neutral |= {"banned_token_ids": [], "allowed_token_ids": [], "bad_words": [], "bad_words_token_ids": []}
     assert generate(tiny_channel, PROMPT, temperature=0, max_tokens=32, **neutral).seen == natural.seen
 
 

@@ -87,9 +87,37 @@ def _stale_feed(held: dict[int, int], feed: Any) -> Any:
     return replace(feed, token_ids=ids)
 
 
+def penalties_inside_blocks() -> None:
+    """Two faults, one for each kind of penalty: repetition still counts tokens that were rejected in an earlier round;
+    presence and frequency count for every row of a block what precedes its first one."""
+    from tandem.logit_adjustments import _Edits
+
+    add_penalties = _Edits._add_penalties
+    seen: dict[int, set[int]] = {}
+
+    def wrong(self: _Edits, adjustment: Any, rows: Any, positions: Sequence[int], tokens: Any) -> None:
+        if adjustment.presence_penalty or adjustment.frequency_penalty:
+            positions = [positions[0]] * len(positions)
+        add_penalties(self, adjustment, rows, positions, tokens)
+        if adjustment.repetition_penalty != 1.0:
+            now = set(tokens.tolist())
+            rejected = np.array(sorted(seen.setdefault(id(adjustment), set()) - now), dtype=np.uint32)
+            for row in rows.tolist() if rejected.size else ():
+                self.repetitions.add(np.full(rejected.size, row), rejected, adjustment.repetition_penalty)
+            seen[id(adjustment)] |= now
+
+    _Edits._add_penalties = wrong  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
-    for fault in (residual_from_p, q_rounded_after_sampling, next_row_after_rejection, rollback_off_by_one)
+    for fault in (
+        residual_from_p,
+        q_rounded_after_sampling,
+        next_row_after_rejection,
+        rollback_off_by_one,
+        penalties_inside_blocks,
+    )
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,11 +21,16 @@ class Reference:
         ).eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        """`generate` without sampling; an end token is kept, as in our streams."""
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int, **settings: Any) -> list[int]:
+        """`generate` without sampling, with further settings of its own; an end token is kept, as in our streams."""
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, use_cache=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            use_cache=True,
+            **settings,
         )
         generated: list[int] = out[0, ids.shape[1] :].tolist()
         return generated

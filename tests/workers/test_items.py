@@ -122,10 +122,10 @@ def test_every_reason(target_channel: grpc.Channel) -> None:
     everything = sampling_pb2.Sampling(
         temperature=1.0, top_p=1.0, acceptance_method=1, min_length=1000, end_token_ids=range(VOCABULARY)
     )
-    failed = ask(verify_item("a", 9, TOKENS, 0, sampling=everything))  # no token is left
-    assert reason(failed) == "INTERNAL"
-    assert failed.error.cached_length == 0
-    assert reason(ask(first_item("a", epoch=10))) == ""
+    refused = ask(verify_item("a", 9, TOKENS, 0, sampling=everything))  # no token is left
+    assert reason(refused) == "INVALID_ARGUMENT"
+    assert "leaves no token" in refused.error.message
+    assert reason(ask(verify_item("a", 10, TOKENS, 0))) == ""  # with the sampling it had
 
     stream.send([first_item("a", epoch=11, size=CONTEXT)])
     stream.send([], release=["a"])

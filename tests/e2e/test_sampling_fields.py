@@ -1,0 +1,176 @@
+"""Each sampling field at every gamma, with a draft that is the target, a real one and a random one: the output is that of
+plain decoding, greedy and COUPLED with a seed; and greedy output is transformers' own with the same processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import sampling_pb2
+from tests.support.generation import Generation, generate, generate_all, request
+from tests.support.reference import Reference
+from tests.support.services import MODELS, running_stack
+
+GAMMAS = (0, 1, 2, 5, 8)
+PAIRS = ("same_channel", "tiny_channel", "random_draft_channel")
+PROMPT = [47, 12, 300, 12, 47, 12, 9]
+TOKENS = 24
+COUPLED = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
+
+
+@cache
+def reference() -> Reference:
+    return Reference(MODELS / "tiny-target")
+
+
+@cache
+def natural() -> tuple[int, ...]:
+    """What the target says by itself, greedily."""
+    return tuple(reference().greedy(PROMPT, TOKENS))
+
+
+def sequences(*words: list[int]) -> list[sampling_pb2.TokenSequence]:
+    return [sampling_pb2.TokenSequence(ids=word) for word in words]
+
+
+def settings() -> dict[str, dict[str, Any]]:
+    """Fields that change the greedy output of the pair; all ids come from it, so that they matter."""
+    ids = list(natural())
+    return {
+        "repetition": {"repetition_penalty": 1.3},
+        "repetition below one": {"repetition_penalty": 0.8},
+        "presence": {"presence_penalty": 2.0},
+        "frequency": {"frequency_penalty": 1.2},
+        "frequency below zero": {"frequency_penalty": -2.0},
+        "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.6, "frequency_penalty": -0.4},
+        "bias": {"logit_bias": {ids[0]: -3.0, ids[4]: 2.5, ids[9]: -100.0}},
+        "banned": {"banned_token_ids": [ids[1], ids[5], ids[6]]},
+        "allowed": {"allowed_token_ids": sorted({*ids[1:], *range(40, 80)} - {ids[0], ids[7]})},
+        "bad words": {"bad_words_token_ids": sequences([ids[3]], ids[0:2], ids[6:9], [PROMPT[-1], ids[0]])},
+        "min tokens": {"min_tokens": 17, "stop_token_ids": [ids[6], ids[11]]},
+        "all": {
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.3,
+            "logit_bias": {ids[0]: 2.0},
+            "banned_token_ids": [ids[2]],
+            "bad_words_token_ids": sequences(ids[4:6]),
+            "min_tokens": 9,
+            "stop_token_ids": [ids[3]],
+        },
+    }
+
+
+MODES = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 1.0, "seed": 5, "acceptance_method": COUPLED}}
+
+
+def at_every_gamma(channel: grpc.Channel, many: dict[str, dict[str, Any]]) -> dict[str, list[Generation]]:
+    """All requests at the same time, so that those of one batch differ in all fields; by name, one for each gamma."""
+    requests = [
+        request(PROMPT, num_speculative_tokens=gamma, max_tokens=TOKENS, **fields)
+        for fields in many.values()
+        for gamma in GAMMAS
+    ]
+    results = generate_all(channel, requests)
+    return {name: results[index * len(GAMMAS) :][: len(GAMMAS)] for index, name in enumerate(many)}
+
+
+def in_mode(mode: str) -> dict[str, dict[str, Any]]:
+    return {name: fields | MODES[mode] for name, fields in settings().items()}
+
+
+@pytest.fixture(params=PAIRS)
+def channel(request: pytest.FixtureRequest) -> grpc.Channel:
+    found: grpc.Channel = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_field_acts_the_same_at_every_gamma(channel: grpc.Channel, mode: str) -> None:
+    for name, (plain, *others) in at_every_gamma(channel, in_mode(mode)).items():
+        fields = settings()[name]
+        for gamma, other in zip(GAMMAS[1:], others, strict=True):
+            assert other.seen == plain.seen, f"{name}, gamma {gamma}"
+            assert other.speculation.draft_tokens > 0
+        if mode == "greedy":
+            assert plain.ids != list(natural()), name
+        assert not set(fields.get("banned_token_ids", ())) & set(plain.ids)
+        assert set(plain.ids) <= set(fields.get("allowed_token_ids", plain.ids))
+
+
+def test_a_greedy_draft_that_is_the_target_is_always_accepted(same_channel: grpc.Channel) -> None:
+    """Draft and target apply the same processing to the same tokens, so nothing is ever rejected."""
+    for name, results in at_every_gamma(same_channel, in_mode("greedy")).items():
+        for result in results:
+            assert result.speculation.accepted_tokens == result.speculation.draft_tokens, name
+
+
+def as_generate_has_it(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same settings as arguments of transformers' generate."""
+    known: dict[str, Any] = {"repetition_penalty": fields.get("repetition_penalty")}
+    if "logit_bias" in fields:
+        known["sequence_bias"] = [[[token_id], bias] for token_id, bias in fields["logit_bias"].items()]
+    if "banned_token_ids" in fields:
+        known["suppress_tokens"] = fields["banned_token_ids"]
+    if "bad_words_token_ids" in fields:
+        known["bad_words_ids"] = [list(word.ids) for word in fields["bad_words_token_ids"]]
+    if "min_tokens" in fields:
+        known |= {"min_new_tokens": fields["min_tokens"], "eos_token_id": [0, *fields["stop_token_ids"]]}
+    return known
+
+
+def test_greedy_output_is_that_of_generate_with_the_same_processors(tiny_channel: grpc.Channel) -> None:
+    names = ("repetition", "repetition below one", "bias", "banned", "bad words", "min tokens")
+    results = at_every_gamma(tiny_channel, {name: in_mode("greedy")[name] for name in names})
+    for name in names:
+        expected = reference().greedy(PROMPT, TOKENS, **as_generate_has_it(settings()[name]))
+        for result in results[name]:
+            assert result.ids == expected, name
+
+
+def test_a_bad_word_as_text_is_banned_at_a_words_start_and_after_a_space(tiny_channel: grpc.Channel) -> None:
+    natural_text = generate(tiny_channel, "def read(path):\n", temperature=0, max_tokens=TOKENS).text
+    word = max(natural_text.split(), key=natural_text.split().count)
+    fields = {"temperature": 0.0, "max_tokens": TOKENS, "bad_words": [word]}
+    requests = [request("def read(path):\n", num_speculative_tokens=gamma, **fields) for gamma in GAMMAS]
+    plain, *others = generate_all(tiny_channel, requests)
+    assert plain.text != natural_text
+    assert all(other.seen == plain.seen for other in others)
+
+
+def test_rejection_sampling_accepts_about_as_often_with_penalties(tiny_channel: grpc.Channel) -> None:
+    """The draft applies them too: otherwise q would be far from p, and the output right but slow."""
+    rates = []
+    for fields in ({}, {"repetition_penalty": 1.3, "presence_penalty": 1.0}, {"allowed_token_ids": range(40, 80)}):
+        requests = [
+            request(
+                PROMPT, temperature=1.0, seed=seed, max_tokens=32, num_speculative_tokens=2, ignore_eos=True, **fields
+            )
+            for seed in range(10)
+        ]
+        results = [result.speculation for result in generate_all(tiny_channel, requests)]
+        rates.append(sum(each.accepted_tokens for each in results) / sum(each.draft_tokens for each in results))
+    assert min(rates[1:]) > 0.7 * rates[0], rates
+
+
+@pytest.fixture(scope="module")
+def faulty_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Channel]:
+    """A target that penalises wrongly inside blocks: see tests/support/faulty_service.py."""
+    faults = {"target_service": "penalties_inside_blocks"}
+    folder = tmp_path_factory.mktemp("faulty")
+    with (
+        running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", faults=faults) as stack,
+        grpc.insecure_channel(stack.orchestrator.address) as channel,
+    ):
+        yield channel
+
+
+def test_planted_faults_are_found_by_the_same_comparison(faulty_channel: grpc.Channel) -> None:
+    # Repetition: tokens that were rejected stay counted. Frequency: all rows of a block see what the first one sees.
+    faulty = {name: in_mode("greedy")[name] for name in ("repetition", "frequency below zero")}
+    for name, (plain, *others) in at_every_gamma(faulty_channel, faulty).items():
+        assert any(other.seen != plain.seen for other in others), name
