@@ -124,7 +124,7 @@ def _check_bad_words(request: api.GenerateRequest, vocabulary_size: int) -> None
 
 async def _encode_bad_words(texts: Sequence[str], vocabulary: Vocabulary) -> Iterable[sampling_pb2.TokenSequence]:
     def encode() -> list[list[int]]:
-        return [ids for text in texts for ids in vocabulary.encode_bad_word(text)]
+        return [ids for text in texts for ids in vocabulary.encode_bad_word(text) if ids]
 
     inline = sum(map(len, texts)) <= INLINE_CHARACTERS
     sequences = encode() if inline else await asyncio.to_thread(encode)

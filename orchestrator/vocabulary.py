@@ -119,12 +119,10 @@ class Vocabulary:
         return ids + self._encode_rendered(rest)
 
     def encode_bad_word(self, text: str) -> list[list[int]]:
-        """The token sequences of a text, at the start of a word and after a space; as vLLM makes them."""
+        """The token sequences of a text, without and with a space before it; one where both are the same."""
         bare = self._encode_rendered(text.lstrip())
         spaced = self._encode_rendered(" " + text.lstrip())
-        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
-            return [bare, spaced]
-        return [bare] if bare else []
+        return [bare] if spaced == bare else [bare, spaced]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

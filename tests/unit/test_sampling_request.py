@@ -1,0 +1,121 @@
+"""From the sampling fields of a request to the Sampling that the workers get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import InvalidArgument
+from orchestrator.request import GenerationPlan, Limits, plan_generation
+from orchestrator.vocabulary import GenerationDefaults, Vocabulary
+from tandem.logit_adjustments import Adjustments
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import worker_pb2
+from tests.support.services import MODELS
+
+LIMITS = Limits(
+    context_length=64,
+    vocabulary_size=512,
+    max_tokens=32,
+    max_prompt_characters=1000,
+    max_speculative_tokens=8,
+    default_speculative_tokens=4,
+    end_token_ids=frozenset({0}),
+    adaptive_by_default=False,
+)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(str(MODELS / "tiny-target"), "")
+
+
+async def plan(vocabulary: Vocabulary, **fields: Any) -> GenerationPlan:
+    return await plan_generation(
+        api.GenerateRequest(token_ids=api.TokenIds(ids=[5, 6, 7]), **fields), vocabulary, LIMITS
+    )
+
+
+async def test_what_is_unset_is_the_models_and_what_is_set_is_the_callers(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = (await plan(vocabulary)).sampling
+    assert (ours.temperature, ours.top_k, ours.top_p, ours.min_p, ours.repetition_penalty) == (1.0, 0, 1.0, 0.0, 1.0)
+    config = {"temperature": 0.5, "top_k": 9, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
+    monkeypatch.setattr(vocabulary, "defaults", GenerationDefaults(**config))  # type: ignore[arg-type]
+    for gamma in (0, 8):
+        models = (await plan(vocabulary, num_speculative_tokens=gamma)).sampling
+        assert {name: getattr(models, name) for name in config} == config
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    callers = (await plan(vocabulary, **neutral)).sampling
+    assert {name: getattr(callers, name) for name in neutral} == neutral
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+    ],
+)
+def test_a_generation_config_out_of_range_is_refused_at_start(config: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="generation config is out of range"):
+        GenerationDefaults(**config)  # type: ignore[arg-type]
+
+
+async def test_every_field_reaches_the_workers(vocabulary: Vocabulary) -> None:
+    fields: dict[str, Any] = {
+        "repetition_penalty": 1.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {9: 1.5, 3: -2.0, 4: 0.0},
+        "banned_token_ids": [8, 7, 8],
+        "allowed_token_ids": [20, 10],
+        "bad_words": ["while"],
+        "bad_words_token_ids": [{"ids": [1, 2]}],
+        "min_tokens": 2,
+    }
+    sampling = (await plan(vocabulary, **fields)).sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.25, 0.5, -0.5)
+    assert dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)) == {3: -2.0, 9: 1.5}
+    assert (list(sampling.banned_token_ids), list(sampling.allowed_token_ids)) == ([7, 8], [10, 20])
+    words = [list(word.ids) for word in sampling.bad_words]
+    assert words == [[1, 2], *vocabulary.encode_bad_word("while")]
+    assert (sampling.prompt_length, sampling.min_length, list(sampling.end_token_ids)) == (3, 5, [0])
+    assert Adjustments.from_proto(sampling) is not None
+
+
+async def test_a_request_that_asks_for_none_pays_nothing(vocabulary: Vocabulary) -> None:
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {3: 0.0}}
+    assert Adjustments.from_proto((await plan(vocabulary)).sampling) is None
+    assert Adjustments.from_proto((await plan(vocabulary, **neutral)).sampling) is None
+
+
+def test_a_bad_word_is_banned_at_a_words_start_and_after_a_space(vocabulary: Vocabulary) -> None:
+    bare, spaced = vocabulary.encode_bad_word("  x")
+    assert vocabulary.decode(bare) == "x"
+    assert vocabulary.decode(spaced) == " x"
+
+
+async def test_the_only_tokens_left_may_not_be_bad_words_endings(vocabulary: Vocabulary) -> None:
+    """After [9], nothing would be left of [9]: no row could be decoded."""
+    with pytest.raises(InvalidArgument, match="allowed_token_ids"):
+        await plan(vocabulary, allowed_token_ids=[9], bad_words_token_ids=[{"ids": [9, 9]}])
+
+
+def test_a_worker_that_ignores_some_fields_is_not_used(vocabulary: Vocabulary) -> None:
+    info = worker_pb2.GetModelInfoResponse(
+        model="m",
+        vocabulary_size=vocabulary.size,
+        vocabulary_fingerprint=vocabulary._fingerprint(vocabulary.size),
+        sampling_version=0,
+    )
+    for check, role in ((vocabulary.check_target, "target"), (vocabulary.check_draft, "draft")):
+        with pytest.raises(Exception, match=f"the {role} service applies sampling version 0"):
+            check(info)
