@@ -22,7 +22,7 @@ K8S = REPOSITORY / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 VERSIONS = sorted(kubernetes_validate.utils.all_versions(), key=lambda text: tuple(map(int, text.split("."))))[-3:]
-CUSTOM_RESOURCES = {"ServiceMonitor"}
+CUSTOM_RESOURCES = {"ServiceMonitor", "PrometheusRule"}
 """Kinds whose schema comes from an operator; our rules look at them."""
 
 
