@@ -13,6 +13,7 @@ from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
+from .call import Call, GrpcCall
 from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
@@ -42,22 +43,29 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: api.GenerateRequest, context: Context
     ) -> None:
         """See proto/tandem/v1/orchestrator.proto."""
-        recorder = self._recorders.begin(request.request_id, context.invocation_metadata() or (), _operation(request))
+        try:
+            await self.generate(request, GrpcCall(context))
+        except RequestFailed as failure:
+            await abort(context, failure)
+
+    async def generate(self, request: api.GenerateRequest, call: Call) -> None:
+        """Writes the responses to the call. Raises RequestFailed; cancel it when the caller is gone."""
+        recorder = self._recorders.begin(request.request_id, call.metadata(), _operation(request))
         status, detail, finish = "UNKNOWN", "", None
         try:
-            finish = await self._generate(request, context, recorder)
+            finish = await self._generate(request, call, recorder)
             status = "OK"
         except RequestFailed as failure:
             status, detail = failure.code.name, str(failure)
-            await abort(context, failure)
+            raise
         except asyncio.CancelledError:
-            status = _cancelled_status(context.time_remaining())
+            status = _cancelled_status(call.seconds_left())
             raise
         finally:
             recorder.end(status, detail, finish)
 
     async def _generate(
-        self, request: api.GenerateRequest, context: Context, recorder: RequestRecorder
+        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder
     ) -> FinishReason | None:
         sessions = self._runtime.sessions
         if request.HasField("token_offset"):
@@ -66,15 +74,15 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 session = await sessions.resume(request, "")
                 recorder.planned(session.plan, session.model)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
-                return await self._stream(session, context, recorder)
+                return await self._stream(session, call, recorder)
         plan = await plan_generation(request, self._runtime.vocabulary, self._runtime.limits())
         model = self._runtime.target_model()
         recorder.planned(plan, model)
         async with self._runtime.admission.place():
             recorder.admitted()
-            return await self._stream(await sessions.create(plan, request, model, ""), context, recorder)
+            return await self._stream(await sessions.create(plan, request, model, ""), call, recorder)
 
-    async def _stream(self, session: Session, context: Context, recorder: RequestRecorder) -> FinishReason | None:
+    async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
         completion = Completion(session.plan, self._runtime.vocabulary.decode)
         start: api.GenerationStart | None = _start(session)
         try:
@@ -83,9 +91,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                     if start is not None:
                         response.start.CopyFrom(start)
                         start = None
-                        # Else it goes with the first message, and while that is unread no status can be sent.
-                        await context.send_initial_metadata(())
-                    await self._write(context, response)
+                    await self._write(call, response)
         except STORE_FAULTS as fault:
             raise as_failure(fault) from fault
         except asyncio.CancelledError:
@@ -141,10 +147,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def _end(self, ownership: Ownership, epoch: int, response: api.GenerateResponse) -> None:
         await self._runtime.store.finish(ownership, epoch, response.finish.SerializeToString())
 
-    async def _write(self, context: Context, response: api.GenerateResponse) -> None:
+    async def _write(self, call: Call, response: api.GenerateResponse) -> None:
         try:
             async with asyncio.timeout(self._runtime.reader_timeout):
-                await context.write(response)
+                await call.write(response)
         except TimeoutError:
             raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None
 

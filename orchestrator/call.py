@@ -1,0 +1,45 @@
+"""A call of the public API as the rest of the orchestrator sees it, whichever face it came through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from tandem.v1 import orchestrator_pb2 as api
+
+from .errors import Context
+
+
+class Call(Protocol):
+    """The near end of a call. Its task is cancelled when the caller is gone."""
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """What came with the request, names in lower case."""
+
+    def seconds_left(self) -> float | None:
+        """Until the caller's deadline; None where it has none."""
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        """Sends one response; returns late where the caller reads late."""
+
+
+class GrpcCall:
+    """Over gRPC."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """The call's metadata."""
+        return self._context.invocation_metadata() or ()
+
+    def seconds_left(self) -> float | None:
+        """By the deadline that came with the call."""
+        return self._context.time_remaining()
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        """One message of the stream."""
+        if response.HasField("start"):
+            # Else it goes with the first message, and while that is unread no status can be sent.
+            await self._context.send_initial_metadata(())
+        await self._context.write(response)
