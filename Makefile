@@ -37,6 +37,8 @@ models: $(TARGET)/model.safetensors ## make the demo's target model (93 MB to fe
 demo: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## start everything, stream one answer, compare with plain decoding, stop
 	@$(BIN)/tandem demo $(ARGS)
 
+# TRACING=1 sends the spans to a Jaeger or another collector on this machine.
+up: export OTEL_EXPORTER_OTLP_ENDPOINT := $(or $(OTEL_EXPORTER_OTLP_ENDPOINT),$(if $(TRACING),http://127.0.0.1:4317))
 up: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## start the services and leave them running
 	@$(BIN)/tandem up $(ARGS)
 

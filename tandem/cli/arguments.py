@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", help="show what runs", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="one answer, coloured, beside plain decoding", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="complete a prompt and stream the text", allow_abbrev=False))
+    _add_trace(commands.add_parser("trace", help="draw the rounds of a traced request", allow_abbrev=False))
     return parser
 
 
@@ -129,6 +130,16 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="default: a question that the demo's model can answer")
     _add_up(parser)
     _add_sampling(parser, temperature=0.0, max_tokens=96)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "trace", metavar="ID|FILE", help="a trace id, a request id, or a JSON file of OTLP or of Jaeger's UI"
+    )
+    parser.add_argument(
+        "--jaeger", metavar="URL", help="its query API [TANDEM_JAEGER_URL, default http://127.0.0.1:16686]"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write a drawing instead of text")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
-"""Draws traces as text. `python -m tests.telemetry.waterfall` prints the examples of docs/observability.md: a healthy
-request, and one whose draft stops answering in the middle."""
+"""`python -m tests.telemetry.waterfall` prints the examples of docs/observability.md: a healthy request, and one whose draft
+stops answering in the middle."""
 
 from __future__ import annotations
 
@@ -7,60 +7,19 @@ import contextlib
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 
+from tandem.cli.waterfall import draw, roots
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import gather, request
 from tests.support.services import MODELS, ServiceProcess, running_stack
 from tests.telemetry.collector import Collector, Span, running_collector
 from tests.telemetry.test_traces import Metadata, count, new_trace
 
-WIDTH = 44
 PROMPT = "def read_lines(path):\n"
-SHOWN = {
-    "generate": ("gen_ai.usage.output_tokens", "gen_ai.response.finish_reasons"),
-    "tandem.round": ("tandem.gamma", "tandem.accepted", "tandem.expected_acceptance", "tandem.degraded_reason"),
-    "draft.propose": ("tandem.steps", "tandem.batch_size", "tandem.prefill_tokens"),
-    "target.verify": ("tandem.batch_size", "tandem.prefill_tokens"),
-}
-
-
-def draw(spans: Sequence[Span]) -> Iterator[str]:
-    """One line per span, children below their parents, bars to scale."""
-    [root] = [span for span in spans if span.name == "generate"]
-    begin = root.start_ns
-    length = max(span.end_ns for span in spans) - begin
-    for depth, span in _walk(root, spans, 0):
-        start = round((span.start_ns - begin) / length * WIDTH)
-        width = max(1, round((span.end_ns - span.start_ns) / length * WIDTH))
-        bar = (" " * min(start, WIDTH - 1) + "█" * width)[:WIDTH]
-        label = "  " * depth + span.name
-        yield f"{label:<18}|{bar:<{WIDTH}}| {(span.end_ns - span.start_ns) / 1e6:8.1f} ms  {_details(span)}".rstrip()
-
-
-def _walk(span: Span, spans: Sequence[Span], depth: int) -> Iterator[tuple[int, Span]]:
-    yield depth, span
-    children = (each for each in spans if each.parent_id == span.span_id)
-    for child in sorted(children, key=lambda each: each.start_ns):
-        yield from _walk(child, spans, depth + 1)
-
-
-def _details(span: Span) -> str:
-    shown = [
-        f"{key.rpartition('.')[2]}={_short(span.attributes[key])}"
-        for key in SHOWN.get(span.name, ())
-        if key in span.attributes
-    ]
-    return " ".join(shown + [f"({name.removeprefix('tandem.')})" for name, _ in span.events if "first" not in name])
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def main() -> None:
@@ -74,9 +33,14 @@ def main() -> None:
         ):
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             _run(stub, collector, new_trace())
-            print("\n".join(draw(_run(stub, collector, new_trace()))), end="\n\n")
+            _print(_run(stub, collector, new_trace()))
             with _stopped(stack.draft):
-                print("\n".join(draw(_run(stub, collector, new_trace()))))
+                _print(_run(stub, collector, new_trace()))
+
+
+def _print(spans: list[Span]) -> None:
+    [root] = roots(spans)
+    print("\n".join(draw(root, spans)), end="\n\n")
 
 
 @contextlib.contextmanager
