@@ -20,12 +20,23 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The logarithm of a token's probability, and those of the likeliest tokens at its place, falling."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Ids and their logarithms."""
+
+
+@dataclass(frozen=True, slots=True)
 class EmittedToken:
     """A token of the completion and the text it released."""
 
     token_id: int
     kind: TokenKind
     text: str
+    logprobs: TokenLogprobs | None = None
+    """If asked for."""
 
 
 class Completion:

@@ -19,6 +19,7 @@ from tandem.randomness import Lane, UniformsAhead
 from .completion import Completion, EmittedToken
 from .drafting import Block, Drafting
 from .gamma_controller import Choice, GammaPolicy
+from .logprobs import with_logprobs
 from .metrics import RoundReport
 from .prefix import Prefix
 from .recorder import RequestRecorder, RoundRecorder
@@ -136,6 +137,8 @@ class Decoder:
         if bool(block.drafted) == bool(scored.choice.gamma):
             self._gamma.observe(outcome.expected_acceptance, scored.times)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)
+        if self._plan.sampling.logprobs:
+            emitted = with_logprobs(emitted, block, scored.rows)
         self._log(record.accepted(block, outcome, emitted))
         encoded = wire.encode_ids([token.token_id for token in emitted])
         self._drafting.settle(length, outcome.accepted)

@@ -31,6 +31,7 @@ def check_sampling(request: api.GenerateRequest, vocabulary_size: int) -> None:
     check_ids("banned_token_ids", request.banned_token_ids, limits.MAX_BANNED, vocabulary_size)
     check_ids("allowed_token_ids", request.allowed_token_ids, limits.MAX_ALLOWED, vocabulary_size)
     _check_bad_words(request, vocabulary_size)
+    _check_logprobs(request)
 
 
 async def resolve_sampling(
@@ -63,6 +64,9 @@ async def resolve_sampling(
         biases=biases.values(),
         banned_token_ids=sorted(set(request.banned_token_ids)),
         allowed_token_ids=sorted(set(request.allowed_token_ids)),
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+        logprobs_mode=_logprobs_mode(request),
         bad_words=[*request.bad_words_token_ids, *await _encode_bad_words(request.bad_words, vocabulary)],
     )
     if not limits.leaves_a_token(sampling, vocabulary_size):
@@ -120,6 +124,21 @@ def _check_bad_words(request: api.GenerateRequest, vocabulary_size: int) -> None
         if not word.ids:
             raise InvalidArgument("bad_words_token_ids", "a sequence is empty")
         check_ids("bad_words_token_ids.ids", word.ids, MAX_BAD_WORD_SEQUENCE_IDS, vocabulary_size)
+
+
+def _check_logprobs(request: api.GenerateRequest) -> None:
+    if request.top_logprobs > limits.MAX_TOP_LOGPROBS:
+        raise InvalidArgument("top_logprobs", f"must be 0 to {limits.MAX_TOP_LOGPROBS}")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidArgument("top_logprobs", "needs logprobs")
+    if request.logprobs_mode not in sampling_pb2.LogprobsMode.values():
+        raise InvalidArgument("logprobs_mode", "must be RAW or PROCESSED")
+
+
+def _logprobs_mode(request: api.GenerateRequest) -> sampling_pb2.LogprobsMode.ValueType:
+    if not request.logprobs:
+        return sampling_pb2.LOGPROBS_MODE_UNSPECIFIED
+    return request.logprobs_mode or sampling_pb2.LOGPROBS_MODE_RAW
 
 
 async def _encode_bad_words(texts: Sequence[str], vocabulary: Vocabulary) -> Iterable[sampling_pb2.TokenSequence]:

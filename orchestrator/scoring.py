@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem import wire
-from tandem.acceptance import TargetRow
+from tandem.acceptance import RowLogprobs, TargetRow
 from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
 from .drafting import Block
 from .errors import RequestFailed, Unavailable
+from .logprobs import decode_row
 from .prefix import Prefix
 from .recorder import RoundRecorder
 from .round_costs import ORDINARY_TOKENS, WorkerTime
@@ -184,6 +185,7 @@ class Scoring:
     def _decoded(self, row: target_pb2.TargetRow, size: int) -> TargetRow:
         try:
             p = wire.decode_probs(row.support_probs, size)
+            logprobs = self._decoded_logprobs(row, size) if self._sampling.logprobs else None
         except wire.WireError as error:
             raise TargetContractError(str(error)) from error
         total = float(np.add.reduce(p)) + row.outside_mass  # `p.sum()` costs twice as much
@@ -191,7 +193,10 @@ class Scoring:
             raise TargetContractError(f"p sums to {total:.6g}")
         if row.outside_mass > 0.0 and row.outside_token_id >= self._vocabulary_size:
             raise TargetContractError("a token outside of the vocabulary")
-        return TargetRow(p, row.outside_mass, row.outside_token_id)
+        return TargetRow(p, row.outside_mass, row.outside_token_id, logprobs)
+
+    def _decoded_logprobs(self, row: target_pb2.TargetRow, size: int) -> RowLogprobs:
+        return decode_row(row, size, self._sampling.top_logprobs, self._vocabulary_size)
 
 
 def _reason(fault: Exception) -> str:

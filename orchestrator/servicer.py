@@ -184,9 +184,18 @@ def _start(session: Session) -> api.GenerationStart:
 
 def _response(emitted: list[EmittedToken]) -> api.GenerateResponse:
     return api.GenerateResponse(
-        tokens=[api.GeneratedToken(token_id=t.token_id, kind=int(t.kind), text=t.text) for t in emitted],  # type: ignore[arg-type]
+        tokens=[_token(each) for each in emitted],
         text="".join(token.text for token in emitted),
     )
+
+
+def _token(emitted: EmittedToken) -> api.GeneratedToken:
+    token = api.GeneratedToken(token_id=emitted.token_id, kind=int(emitted.kind), text=emitted.text)  # type: ignore[arg-type]
+    if emitted.logprobs is not None:
+        token.logprob = emitted.logprobs.logprob
+        for token_id, logprob in emitted.logprobs.top:
+            token.top_logprobs.add(token_id=token_id, logprob=logprob)
+    return token
 
 
 def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStatistics) -> api.GenerationFinish:

@@ -51,6 +51,19 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities at one position: of every token that may come out of it, and of the likeliest."""
+
+    support: ProbArray
+    """Of S, shape [k]; -inf without mass."""
+    outside: float
+    """Of the outside token."""
+    top_ids: IdArray
+    """The likeliest tokens, falling, shape [n]."""
+    top: ProbArray
+
+
+@dataclass(frozen=True, slots=True)
 class TargetRow:
     """The target's distribution p at one position, seen from a support S."""
 
@@ -59,6 +72,8 @@ class TargetRow:
     outside_mass: float
     outside_token_id: int
     """A draw from p restricted to the outside of S."""
+    logprobs: RowLogprobs | None = None
+    """If asked for; the rule doesn't read it."""
 
 
 @dataclass(frozen=True, slots=True)

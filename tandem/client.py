@@ -42,6 +42,13 @@ class Method(enum.StrEnum):
     COUPLED = "coupled"
 
 
+class LogprobsMode(enum.StrEnum):
+    """Of which distribution log-probabilities are: the model's own, or the one that tokens are drawn from."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a chat."""
@@ -80,6 +87,9 @@ class GenerationOptions:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None
     cache_salt: str | None = None
 
 
@@ -100,6 +110,9 @@ class GeneratedToken:
     token_id: int
     kind: TokenKind
     text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """Ids of the likeliest tokens at its place with their log-probabilities, falling."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -285,7 +298,7 @@ class TandemClient:
 
 _OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens"})
 """Where false is not the same as unset."""
-_CONVERTED = frozenset({"method", "bad_words_token_ids"})
+_CONVERTED = frozenset({"method", "bad_words_token_ids", "logprobs_mode"})
 
 
 def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -> orchestrator_pb2.GenerateRequest:
@@ -303,6 +316,8 @@ def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -
         request.acceptance_method = sampling_pb2.AcceptanceMethod.Value(
             f"ACCEPTANCE_METHOD_{options.method.name}",
         )
+    if options.logprobs_mode is not None:
+        request.logprobs_mode = sampling_pb2.LogprobsMode.Value(f"LOGPROBS_MODE_{options.logprobs_mode.name}")
     request.bad_words_token_ids.extend(sampling_pb2.TokenSequence(ids=ids) for ids in options.bad_words_token_ids)
     _set_prompt(request, prompt)
     return request
@@ -350,7 +365,13 @@ def _to_token(token: orchestrator_pb2.GeneratedToken) -> GeneratedToken:
     kind = _KINDS.get(token.kind)
     if kind is None:
         raise ProtocolError(grpc.StatusCode.INTERNAL, f"a token of unknown kind {token.kind}")
-    return GeneratedToken(token.token_id, kind, token.text)
+    return GeneratedToken(
+        token.token_id,
+        kind,
+        token.text,
+        token.logprob if token.HasField("logprob") else None,
+        tuple((each.token_id, each.logprob) for each in token.top_logprobs),
+    )
 
 
 def _to_finish(finish: orchestrator_pb2.GenerationFinish) -> GenerationFinish:

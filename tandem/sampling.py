@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.acceptance import Drafted, TargetRow
+from tandem.acceptance import Drafted, RowLogprobs, TargetRow
 from tandem.logit_adjustments import Adjustments, adjust
+from tandem.logprobs import LogprobParams, LogprobsMode, row_logprobs
 from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, lane_uniforms
 from tandem.v1 import sampling_pb2
 from tandem.wire import IdArray
@@ -57,6 +58,7 @@ class SamplingParams:
     min_length: int
     end_token_ids: tuple[int, ...]
     adjustments: Adjustments | None = None
+    logprobs: LogprobParams | None = None
 
     @property
     def reads_context(self) -> bool:
@@ -85,6 +87,7 @@ class SamplingParams:
             min_length=message.min_length,
             end_token_ids=tuple(message.end_token_ids),
             adjustments=Adjustments.from_proto(message),
+            logprobs=LogprobParams.from_proto(message),
         )
 
 
@@ -112,9 +115,13 @@ def target_rows(
     readings = _readings(scores, batch)
     _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE)
     on_support = readings[:, len(_Column) :].astype(np.float32)
+    logprobs = _logprobs(logits, scores, batch, readings[:, _Column.OUTSIDE_TOKEN], supports)
     return [
         TargetRow(
-            on_support[row, : ids.size], float(reading[_Column.OUTSIDE_MASS]), int(reading[_Column.OUTSIDE_TOKEN])
+            on_support[row, : ids.size],
+            float(reading[_Column.OUTSIDE_MASS]),
+            int(reading[_Column.OUTSIDE_TOKEN]),
+            logprobs.get(row),
         )
         for row, (ids, reading) in enumerate(zip(supports, readings, strict=True))
     ]
@@ -544,6 +551,42 @@ def _mark_incomplete(reading: Tensor, candidates: _Candidates) -> Tensor:
     unfinished = (status == int(_Status.GOOD)) & ~candidates.complete
     status.masked_fill_(unfinished, float(_Status.INCOMPLETE))
     return reading
+
+
+def _logprobs(
+    logits: Tensor,
+    scores: Tensor,
+    batch: _Batch,
+    outside_tokens: NDArray[np.float64],
+    supports: Sequence[IdArray],
+) -> dict[int, RowLogprobs]:
+    """For the rows that ask for them. `logits` are the model's, `scores` adjusted and without suppressed tokens."""
+    found: dict[int, RowLogprobs] = {}
+    wanted = {row: each.logprobs for row, each in enumerate(batch.params) if each.logprobs is not None}
+    if not wanted:
+        return found
+    warm = [each.temperature > 0.0 for each in batch.params]
+    raw = [row for row, each in wanted.items() if each.mode is LogprobsMode.RAW]
+    drawn_from = [row for row in wanted if row not in raw and warm[row]]
+    greedy = [row for row in wanted if row not in raw and not warm[row]]
+    for rows, scores_of in ((raw, _raw_scores), (drawn_from, _drawn_scores), (greedy, _greedy_scores)):
+        if rows:
+            asked = [(supports[row], int(outside_tokens[row]), wanted[row]) for row in rows]
+            found.update(zip(rows, row_logprobs(scores_of(logits, scores, batch, rows), asked), strict=True))
+    return found
+
+
+def _raw_scores(logits: Tensor, scores: Tensor, _batch: _Batch, rows: list[int]) -> Tensor:
+    return _take(logits, rows)[:, : scores.shape[-1]].float()
+
+
+def _drawn_scores(_logits: Tensor, scores: Tensor, batch: _Batch, rows: list[int]) -> Tensor:
+    some = batch.take(rows)
+    return _shaped(some.scaled(_take(scores, rows)), some)
+
+
+def _greedy_scores(_logits: Tensor, scores: Tensor, _batch: _Batch, rows: list[int]) -> Tensor:
+    return _take(scores, rows)
 
 
 # --- Drawing the draft's tokens --------------------------------------------------------------------------------------

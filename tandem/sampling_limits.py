@@ -7,7 +7,7 @@ import struct
 
 from tandem.v1 import sampling_pb2
 
-SAMPLING_VERSION = 1
+SAMPLING_VERSION = 2
 """The fields of Sampling that this release applies; see GetModelInfoResponse."""
 
 MAX_TEMPERATURE = 100.0
@@ -24,6 +24,7 @@ MAX_BAD_WORDS = 384
 MAX_BAD_WORD_IDS = 1024
 """Of one sequence; 256 characters may be as many tokens of four bytes each."""
 MAX_END_TOKEN_IDS = 1024
+MAX_TOP_LOGPROBS = 20
 
 
 def in_range(value: float, low: float, high: float) -> bool:

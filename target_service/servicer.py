@@ -7,10 +7,11 @@ from typing import Any
 
 import grpc.aio
 
+from tandem.acceptance import TargetRow
 from tandem.engine.stream import Answer
 from tandem.engine.worker import WorkerState
 from tandem.v1 import target_pb2, target_pb2_grpc, worker_pb2
-from tandem.wire import encode_probs
+from tandem.wire import encode_ids, encode_probs
 
 SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -44,17 +45,24 @@ def _item(answer: Answer) -> target_pb2.VerdictItem:
     if answer.error is not None:
         item.error.CopyFrom(answer.error)
         return item
-    rows = [
-        target_pb2.TargetRow(
-            support_probs=encode_probs(row.p), outside_mass=row.outside_mass, outside_token_id=row.outside_token_id
-        )
-        for row in answer.result
-    ]
+    rows = [_row(row) for row in answer.result]
     item.verdict.rows.extend(rows)
     item.verdict.cached_length = answer.cached_length
     if answer.work is not None:
         item.verdict.time.CopyFrom(answer.work.to_proto())
     return item
+
+
+def _row(row: TargetRow) -> target_pb2.TargetRow:
+    message = target_pb2.TargetRow(
+        support_probs=encode_probs(row.p), outside_mass=row.outside_mass, outside_token_id=row.outside_token_id
+    )
+    if row.logprobs is not None:
+        message.support_logprobs = encode_probs(row.logprobs.support)
+        message.outside_logprob = row.logprobs.outside
+        message.top_token_ids = encode_ids(row.logprobs.top_ids)
+        message.top_logprobs = encode_probs(row.logprobs.top)
+    return message
 
 
 def add_to_server(state: WorkerState, server: grpc.aio.Server) -> None:

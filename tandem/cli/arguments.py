@@ -119,6 +119,12 @@ def _add_adjustments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bad-word", action="append", default=[], metavar="TEXT", help="never this text's tokens in a row"
     )
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="log-probabilities of the tokens and the N likeliest (with --json)"
+    )
+    group.add_argument(
+        "--logprobs-mode", choices=("raw", "processed"), help="of the model's own distribution, or of that drawn from"
+    )
 
 
 def _bias(text: str) -> tuple[int, float]:

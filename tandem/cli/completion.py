@@ -47,6 +47,7 @@ class Completion:
             "text": self.text,
             "token_ids": [token.token_id for token in self.tokens],
             "kinds": [str(token.kind) for token in self.tokens],
+            **self._logprobs(),
             "finish_reason": str(self.finish.reason),
             "usage": {
                 "prompt_tokens": self.finish.prompt_tokens,
@@ -55,6 +56,14 @@ class Completion:
             "speculation": dataclasses.asdict(self.finish.speculation),
             "time_to_first_token_seconds": round(self.first_token_seconds, 6),
             "total_seconds": round(self.total_seconds, 6),
+        }
+
+    def _logprobs(self) -> dict[str, Any]:
+        if all(token.logprob is None for token in self.tokens):
+            return {}
+        return {
+            "logprobs": [token.logprob for token in self.tokens],
+            "top_logprobs": [dict(token.top_logprobs) for token in self.tokens],
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tandem.cli.arguments import AUTO
-from tandem.client import GenerationOptions, Message, Method, Prompt
+from tandem.client import GenerationOptions, LogprobsMode, Message, Method, Prompt
 
 
 def options_of(arguments: argparse.Namespace) -> GenerationOptions:
@@ -31,6 +31,9 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         banned_token_ids=tuple(arguments.ban_token_id),
         allowed_token_ids=tuple(arguments.allow_token_id),
         bad_words=tuple(arguments.bad_word),
+        logprobs=arguments.logprobs is not None,
+        top_logprobs=arguments.logprobs or None,
+        logprobs_mode=LogprobsMode(arguments.logprobs_mode) if arguments.logprobs_mode else None,
     )
 
 

@@ -9,6 +9,7 @@ from tandem.client import (
     FinishReason,
     GenerationOptions,
     InvalidRequestError,
+    LogprobsMode,
     Message,
     Method,
     OverloadedError,
@@ -52,8 +53,13 @@ def test_adjustments_are_sent():
         allowed_token_ids=(2, 3),
         bad_words=("x",),
         bad_words_token_ids=((4, 5), (6,)),
+        logprobs=True,
+        top_logprobs=2,
+        logprobs_mode=LogprobsMode.PROCESSED,
     )
     request = build_request("text", options, "")
+    assert (request.logprobs, request.top_logprobs) == (True, 2)
+    assert request.logprobs_mode == sampling_pb2.LOGPROBS_MODE_PROCESSED
     assert (request.repetition_penalty, dict(request.logit_bias)) == (1.25, {5: -1.5})
     assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([1], [2, 3])
     assert (list(request.bad_words), [list(word.ids) for word in request.bad_words_token_ids]) == (["x"], [[4, 5], [6]])

@@ -74,7 +74,7 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
     code, _, _ = run(
         *("--repetition-penalty=1.5", "--presence-penalty=-0.5", "--frequency-penalty=0.25", "--stop-token-id=9"),
         *("--logit-bias=7=-2.5", "--logit-bias=0=1", "--ban-token-id=3", "--ban-token-id=4", "--allow-token-id=5"),
-        *("--bad-word=one", "--bad-word=two words", "text"),
+        *("--bad-word=one", "--bad-word=two words", "--logprobs=3", "--logprobs-mode=processed", "text"),
     )
     assert code == 0
     (request,) = orchestrator.requests
@@ -82,6 +82,19 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
     assert dict(request.logit_bias) == {7: -2.5, 0: 1.0}
     assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([3, 4], [5])
     assert (list(request.bad_words), list(request.stop_token_ids)) == (["one", "two words"], [9])
+    assert (request.logprobs, request.top_logprobs, request.logprobs_mode) == (True, 3, 2)
+
+
+def test_json_has_log_probabilities_if_there_are_any(run, orchestrator):
+    for response in orchestrator.responses:
+        for token in response.tokens:
+            token.logprob = -0.5
+            token.top_logprobs.add(token_id=9, logprob=-0.25)
+    data = json.loads(run("Why?", "--json", "--logprobs=1")[1])
+    assert data["logprobs"] == [-0.5] * 5
+    assert data["top_logprobs"] == [{"9": -0.25}] * 5
+    assert run("Why?", "--json", "--logprobs=0")[0] == 0
+    assert [(each.logprobs, each.top_logprobs) for each in orchestrator.requests] == [(True, 1), (True, 0)]
 
 
 def test_the_prompt_comes_from_standard_input(run, orchestrator, monkeypatch):

@@ -157,6 +157,46 @@ def test_rejection_sampling_accepts_about_as_often_with_penalties(tiny_channel: 
     assert min(rates[1:]) > 0.7 * rates[0], rates
 
 
+ASKING = {
+    "raw": {"logprobs": True, "top_logprobs": 5},
+    "processed": {"logprobs": True, "top_logprobs": 3, "logprobs_mode": sampling_pb2.LOGPROBS_MODE_PROCESSED},
+}
+SHAPE = {"repetition_penalty": 1.2, "top_k": 30}
+
+
+def test_logprobs_are_the_same_at_every_gamma(channel: grpc.Channel) -> None:
+    stop = {"stop_token_ids": [natural()[5]]}  # the end of the output cuts them off too
+    asked = {f"{how} {mode}": ASKING[how] | SHAPE | MODES[mode] | stop for how in ASKING for mode in MODES}
+    for name, (plain, *others) in at_every_gamma(channel, asked).items():
+        assert len(plain.logprobs) == len(plain.ids)
+        for gamma, other in zip(GAMMAS[1:], others, strict=True):
+            assert other.seen == plain.seen
+            assert other.logprobs == pytest.approx(plain.logprobs, abs=1e-4), f"{name}, gamma {gamma}"
+            for one, same in zip(plain.top_logprobs, other.top_logprobs, strict=True):
+                assert one == pytest.approx(same, abs=1e-4), f"{name}, gamma {gamma}"
+
+
+def test_logprobs_of_every_kind_of_token_are_the_models_own(tiny_channel: grpc.Channel) -> None:
+    """Against one forward of transformers over the whole sequence; drawn under REJECTION, so that all kinds occur."""
+    fields = ASKING["raw"] | SHAPE | {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True, "top_logprobs": 20}
+    requests = [request(PROMPT, seed=seed, num_speculative_tokens=3, **fields) for seed in range(6)]
+    results = generate_all(tiny_channel, requests)
+    assert {kind for result in results for kind in result.kinds} == {1, 2, 3}
+    for result in results:
+        laws = reference().logprobs([*PROMPT, *result.ids])[len(PROMPT) - 1 : -1]
+        assert result.logprobs == pytest.approx(
+            [law[token] for law, token in zip(laws, result.ids, strict=True)], abs=1e-4
+        )
+        for law, top in zip(laws, result.top_logprobs, strict=True):
+            assert list(top.values()) == pytest.approx(sorted(law, reverse=True)[:20], abs=1e-4)
+            assert list(top.values()) == pytest.approx([law[token] for token in top], abs=1e-4)
+
+
+def test_without_being_asked_there_are_none(tiny_channel: grpc.Channel) -> None:
+    result = generate(tiny_channel, PROMPT, temperature=0, max_tokens=4)
+    assert (result.logprobs, result.top_logprobs) == ([], [{}] * 4)
+
+
 @pytest.fixture(scope="module")
 def faulty_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Channel]:
     """A target that penalises wrongly inside blocks: see tests/support/faulty_service.py."""

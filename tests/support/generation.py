@@ -24,6 +24,9 @@ class Generation:
     usage: tuple[int, int]
     speculation: api.SpeculationStats
     start: api.GenerationStart
+    logprobs: list[float]
+    """Empty where they were not asked for."""
+    top_logprobs: list[dict[int, float]]
 
     @property
     def seen(self) -> tuple[Any, ...]:
@@ -58,6 +61,8 @@ def gather(responses: Iterable[api.GenerateResponse]) -> Generation:
         usage=(finish.usage.prompt_tokens, finish.usage.completion_tokens),
         speculation=finish.speculation,
         start=received[0].start,
+        logprobs=[token.logprob for token in tokens if token.HasField("logprob")],
+        top_logprobs=[{each.token_id: each.logprob for each in token.top_logprobs} for token in tokens],
     )
 
 

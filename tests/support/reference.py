@@ -36,6 +36,13 @@ class Reference:
         return generated
 
     @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int]) -> list[list[float]]:
+        """Log-probabilities after each token, [len(ids), vocabulary]."""
+        logits = self.model(torch.tensor([list(ids)])).logits[0]
+        found: list[list[float]] = logits.double().log_softmax(-1).tolist()
+        return found
+
+    @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits after the whole sequence, shape [vocabulary]."""
         out: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0, -1].float()
