@@ -60,7 +60,7 @@ async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabul
     metrics = Metrics(registry)
     metrics.observe_runtime(runtime)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
-        OrchestratorServicer(runtime, Recorders(metrics, traces)), server
+        OrchestratorServicer(runtime, Recorders(metrics, traces, settings.trace_slow_seconds)), server
     )
     try:
         grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN")

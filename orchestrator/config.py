@@ -161,6 +161,14 @@ class OrchestratorConfig:
         check=lambda value: value > 0,
         expected="more than 0",
     )
+    trace_slow_seconds: float = setting(
+        "TANDEM_TRACE_SLOW_SECONDS",
+        30.0,
+        help="a request that takes longer is traced whatever the sampler says, as one that fails or is degraded",
+        parse=float,
+        check=lambda value: value >= 0,
+        expected="at least 0",
+    )
     store_retry_seconds: float = setting(
         "TANDEM_STORE_RETRY_SECONDS",
         5.0,

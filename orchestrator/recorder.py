@@ -18,7 +18,7 @@ from .statistics import RoundStatistics
 if TYPE_CHECKING:
     from .drafting import Block
     from .gamma_controller import Choice
-    from .request_trace import RequestTrace, RoundTrace
+    from .request_trace import NoticedReason, RequestTrace, RoundTrace
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,11 @@ log = logging.getLogger(__name__)
 class Recorders:
     """Makes the recorder of each request."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing | None, slow_seconds: float) -> None:
+        """A request that takes longer than `slow_seconds` is traced whatever the sampler says."""
         self._metrics = metrics
         self._tracing = tracing
+        self._slow_seconds = slow_seconds
 
     def begin(self, request_id: str, metadata: Iterable[tuple[str, str | bytes]], operation: str) -> RequestRecorder:
         """A call arrived; `metadata` may continue the caller's trace."""
@@ -36,19 +38,23 @@ class Recorders:
             return RequestRecorder(request_id, self._metrics, None)
         from .request_trace import RequestTrace
 
-        return RequestRecorder(request_id, self._metrics, RequestTrace(self._tracing, metadata, operation))
+        trace = RequestTrace(self._tracing, metadata, operation)
+        return RequestRecorder(request_id, self._metrics, trace, self._slow_seconds)
 
 
 class RequestRecorder:
     """One request. `end` must be called once, whatever happens."""
 
-    def __init__(self, request_id: str, metrics: Metrics, trace: RequestTrace | None) -> None:
+    def __init__(
+        self, request_id: str, metrics: Metrics, trace: RequestTrace | None, slow_seconds: float = 0.0
+    ) -> None:
         self.statistics = RoundStatistics()
         self.metrics = metrics
         self.trace = trace if trace is not None and trace.recording else None
         self.trace_id = trace.trace_id if trace is not None else None
         self.request_id = request_id
         self._root = trace
+        self._slow_seconds = slow_seconds
         self._prompt_tokens = 0
         self._queue_seconds: float | None = None
         self._last_commit: float | None = None
@@ -59,8 +65,8 @@ class RequestRecorder:
         self.request_id = plan.request_id
         self._prompt_tokens = plan.prompt_tokens
         self.metrics.request_planned(plan.prompt_tokens)
-        if self.trace is not None:
-            self.trace.planned(plan, model)
+        if self._root is not None:
+            self._root.planned(plan, model)
 
     def admitted(self) -> None:
         """The request has a place among those running."""
@@ -100,8 +106,19 @@ class RequestRecorder:
         reason = finish.name.lower() if finish is not None and status == "OK" else ""
         self.metrics.request_ended(status, seconds)
         if self._root is not None:
-            self._root.end(status, detail, self.statistics.completion_tokens, reason)
+            tokens = self.statistics.completion_tokens
+            self._root.end(status, detail, tokens, reason, self._noticed(status, seconds))
+            self.trace_id = self._root.trace_id
         self._write_line(status, detail, reason, seconds)
+
+    def _noticed(self, status: str, seconds: float) -> NoticedReason | None:
+        from .request_trace import SERVER_FAULTS, NoticedReason
+
+        if status in SERVER_FAULTS:
+            return NoticedReason.ERROR
+        if self.statistics.degraded:
+            return NoticedReason.DEGRADED
+        return NoticedReason.SLOW if seconds > self._slow_seconds else None
 
     def _write_line(self, status: str, detail: str, reason: str, seconds: float) -> None:
         statistics = self.statistics

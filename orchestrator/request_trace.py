@@ -6,10 +6,11 @@ docs/trace-schema.json is the source of truth for names and attributes. Neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import Enum
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_current_span
 
 from tandem.tracing import TRACEPARENT, TRACESTATE, Tracing, context_from, context_of, trace_id_of, traceparent_of
 
@@ -17,23 +18,37 @@ from .gamma_controller import Choice
 from .metrics import RoundReport
 from .request import GenerationPlan
 
-_SERVER_FAULTS = frozenset(
+SERVER_FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "RESOURCE_EXHAUSTED"}
 )
 """Statuses that are no fault of the caller; a cancelled request is no error."""
 _MAX_INT = 2**63 - 1
 
 
+class NoticedReason(Enum):
+    """Why a request is exported whatever the sampler said."""
+
+    ERROR = "error"
+    DEGRADED = "degraded"
+    SLOW = "slow"
+
+
 class RequestTrace:
-    """A request that is sampled."""
+    """A request. Where the sampler left it out, it is told of afterwards, without its rounds, if it deserves notice."""
 
     def __init__(self, tracing: Tracing, metadata: Iterable[tuple[str, str | bytes]], operation: str) -> None:
         self._tracing = tracing
-        self._span = tracing.start_span(
-            "generate", SpanKind.SERVER, _caller(metadata), {"gen_ai.operation.name": operation}
-        )
+        self._caller = _caller(metadata)
+        self._operation = operation
+        self._began_ns = time.time_ns()
+        self._plan: tuple[GenerationPlan, str] | None = None
+        self._span = self._start(tracing.start_span)
         self._context = context_of(self._span)
         self._open: set[RoundTrace] = set()
+
+    def _start(self, start_span: Callable[..., Span]) -> Span:
+        attributes = {"gen_ai.operation.name": self._operation}
+        return start_span("generate", SpanKind.SERVER, self._caller, attributes, start_ns=self._began_ns)
 
     @property
     def recording(self) -> bool:
@@ -47,22 +62,9 @@ class RequestTrace:
 
     def planned(self, plan: GenerationPlan, model: str) -> None:
         """The request's parameters, defaults resolved."""
-        sampling = plan.sampling
-        attributes: dict[str, str | int | float] = {
-            "tandem.request_id": plan.request_id,
-            "tandem.seed": str(sampling.seed),
-            "tandem.num_speculative_tokens": plan.num_speculative_tokens,
-            "tandem.adaptive_speculative_tokens": plan.adaptive,
-            "gen_ai.request.model": model,
-            "gen_ai.request.max_tokens": plan.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.top_k": sampling.top_k,
-            "gen_ai.usage.input_tokens": plan.prompt_tokens,
-        }
-        if sampling.seed <= _MAX_INT:
-            attributes["gen_ai.request.seed"] = sampling.seed
-        self._span.set_attributes(attributes)
+        self._plan = (plan, model)
+        if self.recording:
+            self._span.set_attributes(_parameters(plan, model))
 
     def admitted(self, queue_seconds: float) -> None:
         """The request has a place among those running."""
@@ -82,18 +84,31 @@ class RequestTrace:
         self._open.add(opened)
         return opened
 
-    def end(self, status: str, detail: str, completion_tokens: int, finish_reason: str) -> None:
+    def end(
+        self, status: str, detail: str, completion_tokens: int, finish_reason: str, noticed: NoticedReason | None
+    ) -> None:
         """Ends the rounds that are still open, then the request."""
         for opened in list(self._open):
             opened.abandoned()
-        self._span.set_attributes({"tandem.status": status, "gen_ai.usage.output_tokens": completion_tokens})
+        span = self._span
+        if noticed is not None and not self._span.is_recording() and not self._left_out_by_caller:
+            span = self._span = self._start(self._tracing.start_span_anyway)  # a trace of its own
+            span.set_attribute("tandem.noticed", noticed.value)
+            if self._plan is not None:
+                span.set_attributes(_parameters(*self._plan))
+        span.set_attributes({"tandem.status": status, "gen_ai.usage.output_tokens": completion_tokens})
         if finish_reason:
-            self._span.set_attribute("gen_ai.response.finish_reasons", (finish_reason,))
-        if status in _SERVER_FAULTS:
-            self._span.set_status(Status(StatusCode.ERROR, detail))
+            span.set_attribute("gen_ai.response.finish_reasons", (finish_reason,))
+        if status in SERVER_FAULTS:
+            span.set_status(Status(StatusCode.ERROR, detail))
         if status != "OK":
-            self._span.set_attribute("error.type", status)
-        self._span.end()
+            span.set_attribute("error.type", status)
+        span.end()
+
+    @property
+    def _left_out_by_caller(self) -> bool:
+        """A caller that has decided is followed."""
+        return get_current_span(self._caller).get_span_context().is_valid
 
 
 class RoundTrace:
@@ -164,3 +179,22 @@ class RoundTrace:
 def _caller(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
     sent = {key: value for key, value in metadata if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)}
     return context_from(sent.get(TRACEPARENT, ""), sent.get(TRACESTATE, ""))
+
+
+def _parameters(plan: GenerationPlan, model: str) -> dict[str, str | int | float]:
+    sampling = plan.sampling
+    attributes: dict[str, str | int | float] = {
+        "tandem.request_id": plan.request_id,
+        "tandem.seed": str(sampling.seed),
+        "tandem.num_speculative_tokens": plan.num_speculative_tokens,
+        "tandem.adaptive_speculative_tokens": plan.adaptive,
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": plan.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.usage.input_tokens": plan.prompt_tokens,
+    }
+    if sampling.seed <= _MAX_INT:
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes

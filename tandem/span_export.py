@@ -16,6 +16,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from tandem.tracing import SpanCounts, Tracing
 
@@ -32,11 +33,15 @@ def build(service: str, environment: Mapping[str, str]) -> Tracing:
     _quieten_the_sdk()
     counts = SpanCounts()
     exporter = CountingExporter(OTLPSpanExporter(), counts)
+    resource = _resource(service, environment)
     # Not at exit: the services shut down by themselves, within a limit.
-    provider = TracerProvider(resource=_resource(service, environment), shutdown_on_exit=False)
-    provider.add_span_processor(CountingProcessor(exporter, counts))
-    tracer = provider.get_tracer("tandem", _version())
-    return Tracing(tracer, counts, provider.shutdown, exporter.shutdown)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    always = TracerProvider(resource=resource, sampler=ALWAYS_ON, shutdown_on_exit=False)
+    processor = CountingProcessor(exporter, counts)
+    for each in (provider, always):
+        each.add_span_processor(processor)
+    tracer, unsampled = (each.get_tracer("tandem", _version()) for each in (provider, always))
+    return Tracing(tracer, unsampled, counts, provider.shutdown, exporter.shutdown)
 
 
 class CountingExporter(SpanExporter):

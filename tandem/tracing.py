@@ -54,10 +54,17 @@ class Tracing:
     """Where a service's spans are made."""
 
     def __init__(
-        self, tracer: Tracer, counts: SpanCounts, flush_and_close: Callable[[], None], abandon: Callable[[], None]
+        self,
+        tracer: Tracer,
+        unsampled: Tracer,
+        counts: SpanCounts,
+        flush_and_close: Callable[[], None],
+        abandon: Callable[[], None],
     ) -> None:
+        """`unsampled` exports every span: it tells afterwards of what the sampler of `tracer` left out."""
         self.counts = counts
         self._tracer = tracer
+        self._unsampled = unsampled
         self._flush_and_close = flush_and_close
         self._abandon = abandon
 
@@ -71,6 +78,12 @@ class Tracing:
     ) -> Span:
         """A span that the caller must end."""
         return self._tracer.start_span(name, parent, kind, attributes, start_time=start_ns)
+
+    def start_span_anyway(
+        self, name: str, kind: SpanKind, parent: Context, attributes: Mapping[str, AttributeValue], start_ns: int
+    ) -> Span:
+        """A span that the sampler has no say in. The caller must end it."""
+        return self._unsampled.start_span(name, parent, kind, attributes, start_time=start_ns)
 
     def shutdown(self, seconds: float = SHUTDOWN_SECONDS) -> None:
         """Exports what is left, for at most so long. Blocks; call it when nothing else has to be done."""

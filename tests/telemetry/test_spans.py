@@ -11,9 +11,10 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
 from opentelemetry.trace import SpanKind
 
-from orchestrator.request_trace import RequestTrace
+from orchestrator.request_trace import NoticedReason, RequestTrace
 from tandem.engine.item_spans import ItemSpans, SpanVocabulary
 from tandem.engine.stream import Answer
 from tandem.engine.work import Work
@@ -27,11 +28,14 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 class Memory:
     """A tracing that keeps its spans."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracing = Tracing(provider.get_tracer("test"), SpanCounts(), lambda: None, lambda: None)
+        tracers = []
+        for each in (sampler, ALWAYS_ON):
+            provider = TracerProvider(sampler=ParentBased(each))
+            provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+            tracers.append(provider.get_tracer("test"))
+        self.tracing = Tracing(tracers[0], tracers[1], SpanCounts(), lambda: None, lambda: None)
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:
@@ -101,7 +105,7 @@ def test_no_sampled_context_no_span(traceparent: str, memory: Memory, item_spans
 def test_a_round_that_is_open_at_the_end_is_ended_once(memory: Memory) -> None:
     request = RequestTrace(memory.tracing, (), "chat")
     opened = request.begin_round(0, 0)
-    request.end("CANCELLED", "", 0, "")
+    request.end("CANCELLED", "", 0, "", None)
     opened.abandoned()
     assert [span.name for span in memory.spans] == ["tandem.round", "generate"]
     assert attributes(memory.spans[0])["tandem.outcome"] == "abandoned"
@@ -129,7 +133,8 @@ def test_every_span_is_exported_or_counted_as_lost(monkeypatch: pytest.MonkeyPat
     exporter = CountingExporter(stuck, counts)
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(CountingProcessor(exporter, counts))
-    tracing = Tracing(provider.get_tracer("test"), counts, provider.shutdown, exporter.shutdown)
+    tracer = provider.get_tracer("test")
+    tracing = Tracing(tracer, tracer, counts, provider.shutdown, exporter.shutdown)
     for _ in range(4):
         tracing.start_span("a", SpanKind.INTERNAL, Context()).end()
     assert stuck.stuck.wait(5)
@@ -138,3 +143,21 @@ def test_every_span_is_exported_or_counted_as_lost(monkeypatch: pytest.MonkeyPat
     assert (counts.ended, counts.taken, counts.queued, counts.dropped) == (24, 4, 8, 12)
     tracing.shutdown(0.2)
     assert (counts.exported, counts.lost) == (0, 24)
+
+
+@pytest.mark.parametrize("noticed", [*NoticedReason, None])
+@pytest.mark.parametrize("sent", ["", PARENT[:-1] + "0"])
+def test_what_the_sampler_left_out_is_told_of_if_it_deserves_notice(noticed: NoticedReason | None, sent: str) -> None:
+    memory = Memory(ALWAYS_OFF)
+    request = RequestTrace(memory.tracing, [("traceparent", sent)] if sent else (), "chat")
+    assert not request.recording
+    status = "UNAVAILABLE" if noticed is NoticedReason.ERROR else "OK"
+    request.end(status, "no target", 7, "length", noticed)
+    if noticed is None or sent:
+        assert memory.spans == ()
+        return
+    [span] = memory.spans
+    assert attributes(span)["tandem.noticed"] == noticed.value
+    assert attributes(span)["gen_ai.usage.output_tokens"] == 7
+    assert f"{span.context.trace_id:032x}" != "0" * 32
+    assert span.status.is_ok == (noticed is not NoticedReason.ERROR) or span.status.is_unset

@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +15,10 @@ import pytest
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.generation import Generation, gather, request
+from tests.support.generation import Generation, gather, generate, request
+from tests.support.services import MODELS, running_stack
 from tests.telemetry import schema
-from tests.telemetry.collector import Span
+from tests.telemetry.collector import Span, running_collector
 from tests.telemetry.conftest import Observed
 
 PROMPT = "def read_lines(path):\n"
@@ -220,3 +222,27 @@ def _all_ended(spans: list[Span]) -> bool:
     """A parent that is not there would be a span that was never ended."""
     present = {span.span_id for span in spans} | {CALLER_SPAN}
     return bool(named(spans, "generate")) and all(span.parent_id in present for span in spans)
+
+
+def test_a_degraded_request_is_traced_where_the_sampler_leaves_all_others_out(tmp_path: Path) -> None:
+    with running_collector() as (collector, endpoint):
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        pair = (MODELS / "tiny-target", MODELS / "tiny-draft")
+        with (
+            running_stack(tmp_path, *pair, environment) as stack,
+            grpc.insecure_channel(stack.orchestrator.address) as channel,
+        ):
+            generate(channel, PROMPT, max_tokens=6, request_id="well")
+            stack.draft.kill()
+            result = generate(channel, PROMPT, max_tokens=6, request_id="degraded", num_speculative_tokens=3)
+            assert result.speculation.degraded_rounds > 0
+    assert [span.attributes["tandem.request_id"] for span in collector.spans] == ["degraded"]
+    [span] = collector.spans
+    schema.check(span)
+    assert span.attributes["tandem.noticed"] == "degraded"
+    # The log leads to it.
+    assert span.trace_id in (tmp_path / "orchestrator.log").read_text()
