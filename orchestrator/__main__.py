@@ -12,6 +12,7 @@ import grpc.aio
 from tandem import config, grpc_server, metrics_endpoint, telemetry, tracing
 from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
+from .callers import Callers, CallersFileError
 from .config import OrchestratorConfig
 from .metrics import Metrics, StoreMetrics
 from .recorder import Recorders
@@ -35,17 +36,23 @@ def main() -> int:
     try:
         settings = config.load(OrchestratorConfig, sys.argv[1:], os.environ)
         store_config = _store_config(settings)
+        settings.worker_files().check("TANDEM_TLS_WORKER")
+        callers = Callers(settings.callers_file)
     except config.ConfigError as error:
         return _give_up(str(error))
+    except CallersFileError as error:
+        return _give_up(f"TANDEM_CALLERS_FILE: {error}")
     telemetry.configure_logging("orchestrator", settings.log_level, settings.log_format)
     try:
         vocabulary = Vocabulary.load(settings.tokenizer, settings.tokenizer_revision)
     except (OSError, ValueError) as error:
         return _give_up(f"TANDEM_TOKENIZER: no tokenizer at {settings.tokenizer!r}: {str(error).splitlines()[0]}")
-    return grpc_server.run(serve(settings, store_config, vocabulary))
+    return grpc_server.run(serve(settings, store_config, vocabulary, callers))
 
 
-async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary) -> int:
+async def serve(
+    settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary, callers: Callers
+) -> int:
     """Serves until SIGTERM or SIGINT, then drains; returns the exit status."""
     server = grpc.aio.server(
         options=(*grpc_server.SERVER_OPTIONS, ("grpc.max_receive_message_length", MAX_REQUEST_BYTES))
@@ -56,16 +63,16 @@ async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabul
     traces = tracing.start("orchestrator", os.environ)
     registry = metrics_endpoint.registry_for("orchestrator", traces.counts if traces is not None else None)
     store = await SessionStore.connect(store_config, StoreMetrics(registry))
-    runtime = Runtime(settings, vocabulary, store)
+    runtime = Runtime(settings, vocabulary, store, callers)
     metrics = Metrics(registry)
     metrics.observe_runtime(runtime)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
         OrchestratorServicer(runtime, Recorders(metrics, traces, settings.trace_slow_seconds)), server
     )
     try:
-        grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN")
+        grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN", settings.server_files())
         metrics_endpoint.serve(settings.metrics_listen, registry, "TANDEM_ORCHESTRATOR_METRICS_LISTEN")
-    except grpc_server.PortError as error:
+    except (grpc_server.PortError, config.ConfigError) as error:
         await runtime.close()
         return _give_up(str(error))
     stop = grpc_server.stop_event()
@@ -87,9 +94,12 @@ async def serve(settings: OrchestratorConfig, store_config: StoreConfig, vocabul
 
 
 def _store_config(settings: OrchestratorConfig) -> StoreConfig:
+    files = settings.redis_files()
+    files.check("TANDEM_TLS_REDIS")
     try:
         return StoreConfig(
             url=settings.redis_url,
+            tls=files,
             socket_timeout=settings.store_timeout_seconds,
             running_ttl=settings.running_ttl_seconds,
             finished_ttl=settings.finished_ttl_seconds,

@@ -16,6 +16,9 @@ class Call(Protocol):
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """What came with the request, names in lower case."""
 
+    def certificate_name(self) -> str:
+        """The names in the certificate that the caller showed; empty where it showed none."""
+
     def seconds_left(self) -> float | None:
         """Until the caller's deadline; None where it has none."""
 
@@ -32,6 +35,12 @@ class GrpcCall:
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """The call's metadata."""
         return self._context.invocation_metadata() or ()
+
+    def certificate_name(self) -> str:
+        """The peer identities that gRPC checked."""
+        if self._context.peer_identity_key() is None:
+            return ""
+        return ",".join(sorted(name.decode(errors="replace") for name in self._context.peer_identities() or ()))
 
     def seconds_left(self) -> float | None:
         """By the deadline that came with the call."""

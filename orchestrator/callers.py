@@ -97,7 +97,7 @@ class Callers:
             self._callers = _read(path)
             log.info("the file of callers has changed: %d callers", len(self._callers))
         except CallersFileError as error:
-            log.error("the changed file of callers can't be used, the former one stays in force: %s", error)  # noqa: TRY400 - a traceback shows lines of the file
+            log.error("the changed file of callers can't be used, the former one stays in force: %s", error)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

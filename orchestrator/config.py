@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config import parse_bool, parse_list, setting
+from tandem.transport_security import ClientFiles, ServerFiles
 
 
 def _address(text: str) -> bool:
@@ -37,6 +38,32 @@ class OrchestratorConfig:
     )
     listen: str = setting(
         "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
+    )
+    tls_certificate: str = setting(
+        "TANDEM_TLS_CERTIFICATE", "", help="PEM file of the certificate to serve with; empty: plain text"
+    )
+    tls_key: str = setting("TANDEM_TLS_KEY", "", help="PEM file of its key")
+    tls_client_ca: str = setting(
+        "TANDEM_TLS_CLIENT_CA", "", help="PEM file of the CA whose clients may connect; empty: any may"
+    )
+    tls_worker_ca: str = setting(
+        "TANDEM_TLS_WORKER_CA",
+        "",
+        help="PEM file of the CA of drafts and targets; empty: they are reached in plain text",
+    )
+    tls_worker_certificate: str = setting(
+        "TANDEM_TLS_WORKER_CERTIFICATE", "", help="PEM file of the certificate that they are shown"
+    )
+    tls_worker_key: str = setting("TANDEM_TLS_WORKER_KEY", "", help="PEM file of its key")
+    tls_redis_ca: str = setting(
+        "TANDEM_TLS_REDIS_CA", "", help="PEM file of the store's CA, for rediss://; empty: the system's CAs"
+    )
+    tls_redis_certificate: str = setting(
+        "TANDEM_TLS_REDIS_CERTIFICATE", "", help="PEM file of the certificate that the store is shown"
+    )
+    tls_redis_key: str = setting("TANDEM_TLS_REDIS_KEY", "", help="PEM file of its key")
+    callers_file: str = setting(
+        "TANDEM_CALLERS_FILE", "", help="TOML file of those who may call, and their tokens; empty: everybody may"
     )
     metrics_listen: str = setting(
         "TANDEM_ORCHESTRATOR_METRICS_LISTEN",
@@ -227,3 +254,15 @@ class OrchestratorConfig:
     log_format: str = setting(
         "TANDEM_LOG_FORMAT", "text", help="text or json", check=lambda value: value in ("text", "json")
     )
+
+    def server_files(self) -> ServerFiles:
+        """What to serve callers with."""
+        return ServerFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
+
+    def worker_files(self) -> ClientFiles:
+        """What to reach drafts and targets with."""
+        return ClientFiles(self.tls_worker_ca, self.tls_worker_certificate, self.tls_worker_key)
+
+    def redis_files(self) -> ClientFiles:
+        """What to reach the store with."""
+        return ClientFiles(self.tls_redis_ca, self.tls_redis_certificate, self.tls_redis_key)

@@ -57,6 +57,12 @@ class AlreadyKnown(RequestFailed):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class Unauthenticated(RequestFailed):
+    """The caller is nobody that is known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class NotFound(RequestFailed):
     """There is no request to resume."""
 

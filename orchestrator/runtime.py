@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from tandem.v1 import worker_pb2
 
 from .admission import Admission
+from .callers import Callers
 from .config import OrchestratorConfig
 from .drafting import DRAFT, DraftingPolicy, DraftPool
 from .errors import Unavailable
@@ -31,7 +32,10 @@ RETRY_AFTER_SECONDS = 2.0
 class Runtime:
     """Built once at start; closed at the end."""
 
-    def __init__(self, config: OrchestratorConfig, vocabulary: Vocabulary, store: SessionStore) -> None:
+    def __init__(
+        self, config: OrchestratorConfig, vocabulary: Vocabulary, store: SessionStore, callers: Callers
+    ) -> None:
+        self.callers = callers
         self.vocabulary = vocabulary
         self.store = store
         self.sessions = Sessions(store, uuid.uuid4().hex, config.resume_seconds)
@@ -47,8 +51,9 @@ class Runtime:
         self._config = config
         self._changed = asyncio.Event()
         self._waits_for_draft_since: float | None = None
-        self.targets = TargetPool(config.target_addresses, TARGET, vocabulary.check_target, self._changed.set)
-        self.drafts = DraftPool(config.draft_addresses, DRAFT, vocabulary.check_draft, self._changed.set)
+        workers = config.worker_files()
+        self.targets = TargetPool(config.target_addresses, TARGET, vocabulary.check_target, self._changed.set, workers)
+        self.drafts = DraftPool(config.draft_addresses, DRAFT, vocabulary.check_draft, self._changed.set, workers)
 
     def limits(self) -> Limits:
         """What a request may ask for now; raises Unavailable while no target has described itself."""

@@ -53,7 +53,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         recorder = self._recorders.begin(request.request_id, call.metadata(), _operation(request))
         status, detail, finish = "UNKNOWN", "", None
         try:
-            finish = await self._generate(request, call, recorder)
+            with self._runtime.callers.admit(call.metadata()) as caller:
+                finish = await self._generate(request, call, recorder, caller or call.certificate_name())
             status = "OK"
         except RequestFailed as failure:
             status, detail = failure.code.name, str(failure)
@@ -65,13 +66,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             recorder.end(status, detail, finish)
 
     async def _generate(
-        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder
+        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
     ) -> FinishReason | None:
         sessions = self._runtime.sessions
         if request.HasField("token_offset"):
             async with self._runtime.admission.place():
                 recorder.admitted()
-                session = await sessions.resume(request, "")
+                session = await sessions.resume(request, caller)
                 recorder.planned(session.plan, session.model)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
@@ -80,7 +81,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         recorder.planned(plan, model)
         async with self._runtime.admission.place():
             recorder.admitted()
-            return await self._stream(await sessions.create(plan, request, model, ""), call, recorder)
+            return await self._stream(await sessions.create(plan, request, model, caller), call, recorder)
 
     async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
         completion = Completion(session.plan, self._runtime.vocabulary.decode)

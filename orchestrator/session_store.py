@@ -28,9 +28,11 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from tandem.transport_security import ClientFiles
 from tandem.wire import TOKEN_BYTES
 
 from .redis_scripts import Patience, Script, ScriptPipeline, StoreError, StoreFull, StoreUnavailable
+from .redis_tls import FollowingSSLConnection, tls_settings
 
 __all__ = [
     "AlreadyExists",
@@ -101,6 +103,8 @@ class StoreConfig:
     """
 
     url: str = field(repr=False)  # may hold a password
+    tls: ClientFiles = field(default_factory=ClientFiles)
+    """For rediss://; its CA takes the place of the system's. Read again for new connections when the files change."""
     socket_timeout: float = 1.0
     """Seconds for one exchange, from taking a connection to the last reply."""
     connect_timeout: float = 1.0
@@ -117,6 +121,8 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         _check_url(self.url)
+        if self.tls.ca and urlsplit(self.url).scheme != "rediss":
+            raise ValueError("a CA for the store needs a rediss:// address")
         for name in ("socket_timeout", "connect_timeout", "running_ttl", "finished_ttl"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds")
@@ -414,6 +420,9 @@ def _pool(config: StoreConfig) -> BlockingConnectionPool:
         "protocol": 2,
         "driver_info": None,
     }
+    if urlsplit(config.url).scheme == "rediss":
+        settings["connection_class"] = FollowingSSLConnection
+        settings.update(tls_settings(config.tls))
     if urlsplit(config.url).scheme != "unix":
         settings["socket_keepalive"] = True
     return BlockingConnectionPool(**settings)

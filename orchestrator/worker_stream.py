@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from tandem.transport_security import ClientFiles
 from tandem.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
+
+_PLAIN_TEXT = ClientFiles()
 
 
 class StreamLost(Exception):
@@ -102,8 +106,10 @@ class Replica(Generic[ItemT, AnswerT]):
         kind: WorkerKind[ItemT, AnswerT],
         check: Callable[[worker_pb2.GetModelInfoResponse], None],
         on_change: Callable[[], None],
+        security: ClientFiles = _PLAIN_TEXT,
     ) -> None:
         self.address = address
+        self._security = security
         self.role = kind.role
         self.generation = 0
         self.sessions = 0
@@ -168,7 +174,7 @@ class Replica(Generic[ItemT, AnswerT]):
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                async with self._open_channel() as channel:
                     stub = self._kind.stub(channel)
                     await self._describe(stub)
                     backoff = FIRST_BACKOFF_SECONDS
@@ -187,6 +193,12 @@ class Replica(Generic[ItemT, AnswerT]):
                 self._disconnected()
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 - spreads reconnections, guards nothing
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        credentials = self._security.credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
 
     async def _describe(self, stub: Any) -> None:
         info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=DESCRIBE_SECONDS, wait_for_ready=True)
@@ -262,6 +274,7 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         kind: WorkerKind[ItemT, AnswerT],
         check: Callable[[worker_pb2.GetModelInfoResponse], None],
         on_change: Callable[[], None],
+        security: ClientFiles = _PLAIN_TEXT,
     ) -> None:
         self._changed = asyncio.Event()
 
@@ -270,7 +283,7 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
             on_change()
 
         self.role = kind.role
-        self.replicas = [Replica(address, kind, check, changed) for address in addresses]
+        self.replicas = [Replica(address, kind, check, changed, security) for address in addresses]
 
     def pick(self, avoid: Replica[ItemT, AnswerT] | None = None) -> Replica[ItemT, AnswerT] | None:
         """The ready replica with the fewest sessions, `avoid` only if it is the last; None when none is ready."""

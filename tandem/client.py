@@ -16,6 +16,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tandem.transport_security import ClientFiles
 from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc, sampling_pb2
 
 
@@ -197,6 +198,10 @@ class TakenOverError(TandemError):
     """The request was resumed by another call, which goes on with it."""
 
 
+class UnauthenticatedError(TandemError):
+    """The server doesn't know the token, or wants one."""
+
+
 class NotFoundError(TandemError):
     """There is no request of this id to resume (any more)."""
 
@@ -218,6 +223,7 @@ _ERROR_CLASSES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.ABORTED: TakenOverError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: CancelledCallError,
@@ -259,10 +265,17 @@ class Generation(Iterator[Chunk]):
 class TandemClient:
     """One connection to an orchestrator; safe to share between threads."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, token: str = "", tls: ClientFiles = ClientFiles()) -> None:  # noqa: B008 - frozen
+        """`token` names the caller, where the orchestrator asks for one; `tls` has a CA where it speaks TLS."""
         self.address = address
         # Local addresses must not go through a proxy that the environment may name.
-        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        options = [("grpc.enable_http_proxy", 0)]
+        credentials = tls.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=options)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     def generate(
@@ -275,13 +288,13 @@ class TandemClient:
     ) -> Generation:
         """Starts a generation. Errors are raised by the iteration, as TandemError."""
         request = build_request(prompt, options or GenerationOptions(), request_id)
-        return Generation(self._stub.Generate(request, timeout=timeout))
+        return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
 
     def resume(self, request_id: str, token_offset: int, *, timeout: float | None = None) -> Generation:
         """Goes on with a request, on any orchestrator, behind the tokens that the caller has. Errors are raised by the
         iteration: NotFoundError, and InvalidRequestError where fewer tokens are committed, among them."""
         request = orchestrator_pb2.GenerateRequest(request_id=request_id, token_offset=token_offset)
-        return Generation(self._stub.Generate(request, timeout=timeout))
+        return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
 
     def close(self) -> None:
         """Closes the connection; running generations are cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -15,6 +16,10 @@ import grpc.aio
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
+from tandem.transport_security import ServerFiles
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 _PING_INTERVAL_MS = 5_000
@@ -33,6 +38,8 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+_PLAIN_TEXT = ServerFiles()
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -66,16 +73,35 @@ def add_reflection(server: grpc.aio.Server, service: str) -> None:
     reflection.enable_server_reflection(names, server)
 
 
-def bind(server: grpc.aio.Server, address: str, variable: str) -> int:
-    """Binds host:port (port 0 takes a free one) and returns the port; raises PortError that names the variable."""
+def bind(server: grpc.aio.Server, address: str, variable: str, files: ServerFiles = _PLAIN_TEXT) -> int:
+    """Binds host:port (port 0 takes a free one) and returns the port.
+
+    Raises PortError that names the variable, ConfigError where the files can't be used.
+    """
+    credentials = files.credentials()
     problem = f"{variable}: can't listen on {address!r}: the port is in use, or the address is not this machine's"
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise PortError(problem) from error
     if port == 0:
         raise PortError(problem)
+    if credentials is None and not _is_loopback(address):
+        log.warning(
+            "%s: %s is open to other machines, in plain text: TANDEM_TLS_CERTIFICATE is not set", variable, address
+        )
     return port
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def stop_event() -> asyncio.Event:

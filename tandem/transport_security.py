@@ -37,7 +37,9 @@ class ServerFiles:
             return None
         watched = _WatchedServer(self)
         return grpc.dynamic_ssl_server_credentials(
-            watched.initial, watched.changed, require_client_authentication=bool(self.client_ca)
+            watched.initial,
+            watched.changed,  # type: ignore[arg-type]  # None is no change; the stubs don't know
+            require_client_authentication=bool(self.client_ca),
         )
 
 

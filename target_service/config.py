@@ -21,6 +21,13 @@ class TargetConfig:
     listen: str = setting(
         "TANDEM_TARGET_LISTEN", "127.0.0.1:50053", help="host:port to listen on; port 0 takes a free one"
     )
+    tls_certificate: str = setting(
+        "TANDEM_TLS_CERTIFICATE", "", help="PEM file of the certificate to serve with; empty: plain text"
+    )
+    tls_key: str = setting("TANDEM_TLS_KEY", "", help="PEM file of its key")
+    tls_client_ca: str = setting(
+        "TANDEM_TLS_CLIENT_CA", "", help="PEM file of the CA whose clients may connect; empty: any may"
+    )
     metrics_listen: str = setting(
         "TANDEM_TARGET_METRICS_LISTEN",
         "",

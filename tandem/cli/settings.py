@@ -89,6 +89,9 @@ def with_flags(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
 def load_settings(environment: Mapping[str, str]) -> StackSettings:
     """Reads and validates the variables; raises CliError that names the one at fault."""
     root = project_root()
+    for variable, value in environment.items():
+        if value and (variable.startswith("TANDEM_TLS_") or variable == "TANDEM_CALLERS_FILE"):
+            raise CliError(f"{variable}: services that are started here speak plain text; start them yourself", USAGE)
     return StackSettings(
         root=root,
         home=stack_home(environment),

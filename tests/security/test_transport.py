@@ -1,0 +1,241 @@
+"""TLS with certificates on both sides on every edge, tokens of callers, and nothing secret in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.client import (
+    GenerationOptions,
+    NotFoundError,
+    OverloadedError,
+    TandemClient,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from tandem.transport_security import ClientFiles
+from tests.support.authority import Authority, server_context
+from tests.support.redis_servers import kinds
+from tests.support.services import MODELS, Stack, running_stack
+from tests.support.tls_proxy import TlsProxy
+
+HOST = "127.0.0.1"
+ALICE, BOB = "token-of-alice-1234567890", "token-of-bob-0987654321"
+PASSWORD = "password-of-the-store"
+PROMPT = "an unmistakable zyzzyva of a prompt"
+OPTIONS = GenerationOptions(max_tokens=12, temperature=0.0, ignore_eos=True, num_speculative_tokens=2)
+
+
+def _callers(path: Path, *, alice: str = ALICE, bob: str | None = BOB, limit: int = 1) -> None:
+    text = f'[callers.alice]\ntoken = "{alice}"\nmax_running_requests = {limit}\n'
+    path.write_text(text if bob is None else f'{text}[callers.bob]\ntoken = "{bob}"\n')
+
+
+@dataclass
+class Deployment:
+    stack: Stack
+    authority: Authority
+    callers: Path
+    redis: TlsProxy
+    folder: Path
+
+    def client(self, token: str = ALICE, files: ClientFiles | None = None) -> TandemClient:
+        return TandemClient(self.stack.orchestrator.address, token=token, tls=files or self.stack.orchestrator.security)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority = Authority(folder / "inside")
+    certificate, key = authority.issue("service", HOST, "localhost")
+    ca = str(authority.folder / "ca.pem")
+    callers = folder / "callers.toml"
+    _callers(callers)
+    server = kinds()[0].create(folder / "redis")
+    server.start()
+    server.command("CONFIG", "SET", "requirepass", PASSWORD)
+    with TlsProxy(server_context(ca, certificate, key), server.port) as redis:
+        environment = {
+            "TANDEM_TLS_CERTIFICATE": certificate,
+            "TANDEM_TLS_KEY": key,
+            "TANDEM_TLS_CLIENT_CA": ca,
+            "TANDEM_TLS_WORKER_CA": ca,
+            "TANDEM_TLS_WORKER_CERTIFICATE": certificate,
+            "TANDEM_TLS_WORKER_KEY": key,
+            "TANDEM_TLS_REDIS_CA": ca,
+            "TANDEM_TLS_REDIS_CERTIFICATE": certificate,
+            "TANDEM_TLS_REDIS_KEY": key,
+            "TANDEM_REDIS_URL": f"rediss://:{PASSWORD}@{HOST}:{redis.port}/0",
+            "TANDEM_CALLERS_FILE": str(callers),
+            "TANDEM_LOG_LEVEL": "DEBUG",
+        }
+        files = authority.client("caller", "caller.example")
+        with running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, security=files) as stack:
+            yield Deployment(stack, authority, callers, redis, folder)
+    server.close()
+
+
+def _text(client: TandemClient, **fields: Any) -> str:
+    return "".join(chunk.text for chunk in client.generate(PROMPT, OPTIONS, timeout=30, **fields))
+
+
+def test_every_edge_is_encrypted_and_the_answer_is_whole(deployment: Deployment) -> None:
+    with deployment.client() as client:
+        chunks = list(client.generate(PROMPT, OPTIONS, timeout=30))
+    finish = chunks[-1].finish
+    assert finish is not None
+    assert finish.completion_tokens == 12
+    assert finish.speculation.degraded_rounds == 0
+    assert finish.speculation.draft_tokens > 0
+    assert deployment.redis.accepted > 0
+
+
+def _strangers(deployment: Deployment) -> dict[str, ClientFiles]:
+    other = Authority(deployment.folder / "outside")
+    ca = deployment.stack.orchestrator.security.ca
+    return {
+        "plain text": ClientFiles(),
+        "no certificate": ClientFiles(ca),
+        "another CA's certificate": ClientFiles(ca, *other.issue("stranger", "caller.example")),
+        "trusts another CA": ClientFiles(
+            str(other.folder / "ca.pem"), *deployment.authority.issue("again", "x.example")
+        ),
+    }
+
+
+@pytest.mark.parametrize("role", ["orchestrator", "draft", "target"])
+def test_strangers_get_in_nowhere(deployment: Deployment, role: str) -> None:
+    service = getattr(deployment.stack, role)
+    assert service.serving()
+    for name, files in _strangers(deployment).items():
+        credentials = files.credentials()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = (
+            grpc.insecure_channel(service.address, options=options)
+            if credentials is None
+            else grpc.secure_channel(service.address, credentials, options=options)
+        )
+        with channel, pytest.raises(grpc.RpcError) as caught:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE, name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("token", ["", "token-of-nobody-1234567890", ALICE + "x", ALICE[:-1]])
+def test_a_caller_needs_a_token_that_is_known(deployment: Deployment, token: str) -> None:
+    with deployment.client(token) as client, pytest.raises(UnauthenticatedError) as caught:
+        _text(client)
+    assert "token" in str(caught.value).lower()
+    assert ALICE not in str(caught.value)
+
+
+def test_a_caller_has_a_limit_of_its_own(deployment: Deployment) -> None:
+    with deployment.client(ALICE) as alice, deployment.client(BOB) as bob:
+        running = alice.generate(PROMPT, GenerationOptions(max_tokens=400, ignore_eos=True), timeout=60)
+        next(running)
+        with pytest.raises(OverloadedError) as caught:
+            _text(alice)
+        assert caught.value.reason == "CALLER_LIMIT"
+        assert _text(bob)
+        running.cancel()
+        _wait(lambda: bool(_text_or_none(alice)))
+
+
+def _text_or_none(client: TandemClient) -> str | None:
+    try:
+        return _text(client)
+    except OverloadedError:
+        return None
+
+
+def _wait(what: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_request_belongs_to_its_caller(deployment: Deployment) -> None:
+    with deployment.client(ALICE) as alice, deployment.client(BOB) as bob:
+        whole = _text(alice, request_id="alice-s")
+        with pytest.raises(NotFoundError):
+            next(bob.resume("alice-s", 0))
+        assert "".join(chunk.text for chunk in alice.resume("alice-s", 0)) == whole
+
+
+def test_the_file_of_callers_is_read_again(deployment: Deployment) -> None:
+    new = "token-of-alice-after-the-change"
+    with deployment.client(ALICE) as before, deployment.client(new) as after:
+        assert _text(before)
+        _callers(deployment.callers, alice=new, bob=None, limit=0)
+        assert _text(after)
+        with pytest.raises(UnauthenticatedError):
+            _text(before)
+        # One that can't be used changes nothing.
+        deployment.callers.write_text(f'[callers.alice]\ntoken = "{new}')
+        assert _text(after)
+        _callers(deployment.callers)
+        assert _text(before)
+
+
+def test_renewed_certificates_are_followed(deployment: Deployment) -> None:
+    """The whole CA is replaced, under the same names: what is connected stays, new connections need the new one."""
+    inside, old = deployment.authority.folder, deployment.stack.orchestrator.security
+    with deployment.client() as connected:
+        assert _text(connected)
+        former = ClientFiles(
+            *(str(_copied(Path(path), deployment.folder / "former")) for path in (old.ca, old.certificate, old.key))
+        )
+        # A half of the change, as between two writes: certificate and key are no pair.
+        renewed = Authority(deployment.folder / "renewed")
+        renewed.issue("service", HOST, "localhost")
+        (inside / "service.pem").write_bytes((renewed.folder / "service.pem").read_bytes())
+        with deployment.client() as client:
+            assert _text(client)
+        renewed.issue("caller", "caller.example")
+        for name in ("service.pem", "service.key", "ca.pem", "caller.pem", "caller.key"):
+            (inside / name).write_bytes((renewed.folder / name).read_bytes())
+        with deployment.client() as client:
+            assert _text(client)
+        with deployment.client(files=former) as client, pytest.raises(UnavailableError):
+            _text(client)
+        assert _text(connected)
+    # The orchestrator's own side: a draft that comes back has the new certificate.
+    deployment.stack.draft.kill()
+    deployment.stack.draft.start()
+    deployment.stack.draft.wait_serving()
+    _wait(lambda: not _degraded(deployment), 20)
+
+
+def _copied(path: Path, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / path.name).write_bytes(path.read_bytes())
+    return folder / path.name
+
+
+def _degraded(deployment: Deployment) -> int:
+    with deployment.client() as client:
+        finish = list(client.generate(PROMPT, OPTIONS, timeout=30))[-1].finish
+    assert finish is not None
+    return finish.speculation.degraded_rounds
+
+
+def test_nothing_secret_is_in_a_log(deployment: Deployment) -> None:
+    """The last one, so that the logs hold all of the above, at DEBUG."""
+    with deployment.client() as client:
+        text = _text(client)
+    logs = {path: path.read_text() for path in deployment.folder.glob("*.log")}
+    assert len(logs) == 3
+    assert all("request ended" in log or "orchestrator" not in path.name for path, log in logs.items())
+    assert "file of callers can't be used" in logs[deployment.folder / "orchestrator.log"]
+    keys = [
+        part for part in Path(deployment.stack.orchestrator.security.key).read_text().split("\n") if "--" not in part
+    ]
+    for secret in (ALICE, BOB, "token-of", PASSWORD, "zyzzyva", text, *filter(None, keys)):
+        assert not any(secret in log for log in logs.values()), secret
