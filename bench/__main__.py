@@ -1,4 +1,4 @@
-"""`python -m bench [all | overhead | pair]`: prints tables, and writes the numbers where --json says."""
+"""`python -m bench [all | overhead | pair | tracing]`: prints tables, and writes the numbers where --json says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from . import overhead, pair, tables
+from . import overhead, pair, tables, tracing_cost
 from .machine import load_average, this_machine
 from .profile import profile_tables
 from .prompts import PROMPT_CLASSES
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _with_default(arguments: Sequence[str]) -> list[str]:
     """No sub-command means `all`."""
-    if arguments and (arguments[0] in ("all", "overhead", "pair", "-h", "--help")):
+    if arguments and (arguments[0] in ("all", "overhead", "pair", "tracing", "-h", "--help")):
         return list(arguments)
     return ["all", *arguments]
 
@@ -59,11 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     everything = commands.add_parser("all", help="both, quickly (the default)")
     alone = commands.add_parser("overhead", help="a round beside the models: time, CPU, bytes")
     both = commands.add_parser("pair", help="speed-up of a pair of models, beside the cost model's prediction")
-    for command in (everything, alone, both):
+    traced = commands.add_parser("tracing", help="what tracing costs the orchestrator")
+    for command in (everything, alone, both, traced):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     everything.set_defaults(quick=True)
     _add_overhead_arguments(alone)
     _add_pair_arguments(both)
+    traced.add_argument("--requests", type=int, default=16, help="requests at the same time")
+    traced.add_argument("--rounds", type=int, default=20, help="rounds of each request")
+    traced.add_argument("--waves", type=int, default=8, help="times that so many requests run in one measurement")
+    traced.add_argument("--repeats", type=int, default=9)
     return parser
 
 
@@ -124,6 +129,14 @@ def _measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         results["pair"] = pair_found
         goals += tables.pair_goals(pair_found)
         _print(console, tables.pair_tables(pair_found))
+    if options.command == "tracing":
+        wanted = tracing_cost.TracingOptions(
+            concurrency=options.requests, rounds=options.rounds, waves=options.waves, repeats=options.repeats
+        )
+        cost = uvloop.run(tracing_cost.measure(wanted))
+        results["tracing"] = cost
+        goals += tables.tracing_goals(cost)
+        _print(console, [tables.tracing_table(cost)])
     machine = dataclasses.replace(machine, load_after=load_average())
     _print(console, [tables.goals_table(goals), *tables.machine_lines(machine)])
     return {"machine": machine, **results, "goals": goals}

@@ -130,22 +130,22 @@ async def _measure_cases(bench: _Bench, options: OverheadOptions) -> dict[tuple[
     cases = [(concurrency, gamma) for concurrency in options.concurrencies for gamma in options.gammas]
     samples = {case: _Samples() for case in cases}
     for gamma in options.gammas:
-        await generate(bench.calls, _request(gamma, 64, options))
+        await generate(bench.calls, fixed_request(gamma, 64, options))
     if options.profile is not None:
         bench.orchestrator.send_signal(signal.SIGUSR1)
     for _ in range(options.repeats):
         for concurrency, gamma in cases:
             # With many at once each needs fewer, but enough for a steady state.
             rounds = max(options.rounds // concurrency, min(60, options.rounds))
-            await _measure_once(bench, samples[concurrency, gamma], _request(gamma, rounds, options), concurrency)
+            await _measure_once(bench, samples[concurrency, gamma], fixed_request(gamma, rounds, options), concurrency)
     return samples
 
 
 async def _measure_once(bench: _Bench, samples: _Samples, request: api.GenerateRequest, concurrency: int) -> None:
     await bench.worker_timings()
-    cpu = _cpu_seconds(bench.orchestrator)
+    cpu = cpu_seconds(bench.orchestrator)
     heard = await generate_together(bench.calls, [request] * concurrency)
-    samples.cpu_seconds += _cpu_seconds(bench.orchestrator) - cpu
+    samples.cpu_seconds += cpu_seconds(bench.orchestrator) - cpu
     worker = await bench.worker_timings()
     samples.worker_seconds += worker["seconds"]
     samples.batches += int(worker["batches"])
@@ -177,7 +177,8 @@ def _case(concurrency: int, gamma: int, samples: _Samples) -> OverheadCase:
     )
 
 
-def _request(gamma: int, rounds: int, options: OverheadOptions) -> api.GenerateRequest:
+def fixed_request(gamma: int, rounds: int, options: OverheadOptions) -> api.GenerateRequest:
+    """One that the fixed workers answer in about so many rounds."""
     tokens = round(rounds * expected_tokens([options.acceptance] * gamma))
     return api.GenerateRequest(
         token_ids=api.TokenIds(ids=PROMPT),
@@ -188,7 +189,8 @@ def _request(gamma: int, rounds: int, options: OverheadOptions) -> api.GenerateR
     )
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
+    """What a process has used so far, in user and system mode."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -196,20 +198,10 @@ def _cpu_seconds(process: psutil.Process) -> float:
 @contextlib.asynccontextmanager
 async def _running(options: OverheadOptions, folder: Path) -> AsyncIterator[_Bench]:
     draft, target, listen = free_address(), free_address(), free_address()
-    workers = ["-m", "bench.fixed_workers", "--draft", draft, "--target", target, "--tokenizer", str(options.tokenizer)]
-    workers += ["--acceptance", str(options.acceptance), "--support-size", str(options.support_size)]
+    workers = fixed_workers(draft, target, options)
     profiled = ["bench.profiled_orchestrator", str(options.profile)] if options.profile else ["orchestrator"]
     with running_store(folder) as redis_url:
-        environment = {
-            "TANDEM_ORCHESTRATOR_LISTEN": listen,
-            "TANDEM_DRAFT_ADDRESSES": draft,
-            "TANDEM_TARGET_ADDRESSES": target,
-            "TANDEM_TOKENIZER": str(options.tokenizer),
-            "TANDEM_REDIS_URL": redis_url,
-            "TANDEM_MAX_RUNNING_REQUESTS": str(max(options.concurrencies)),
-            "TANDEM_MAX_TOKENS": "60000",
-            "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
-        }
+        environment = orchestrator_environment(listen, draft, target, redis_url, options)
         with (
             running("workers", workers, {}, folder) as fixed,
             running("orchestrator", ["-m", *profiled], environment, folder) as orchestrator,
@@ -217,13 +209,36 @@ async def _running(options: OverheadOptions, folder: Path) -> AsyncIterator[_Ben
             fixed.wait_serving(target)
             orchestrator.wait_serving(listen)
             async with grpc.aio.insecure_channel(listen) as calls, grpc.aio.insecure_channel(target) as side:
-                await _wait_for_draft(calls, options)
+                await wait_for_draft(calls, options)
                 yield _Bench(calls, side, psutil.Process(orchestrator.process.pid))
 
 
-async def _wait_for_draft(calls: grpc.aio.Channel, options: OverheadOptions) -> None:
+def fixed_workers(draft: str, target: str, options: OverheadOptions) -> list[str]:
+    """What Python is given to run the stand-ins at these addresses."""
+    arguments = ["-m", "bench.fixed_workers", "--draft", draft, "--target", target]
+    arguments += ["--tokenizer", str(options.tokenizer)]
+    return [*arguments, "--acceptance", str(options.acceptance), "--support-size", str(options.support_size)]
+
+
+def orchestrator_environment(
+    listen: str, draft: str, target: str, redis_url: str, options: OverheadOptions
+) -> dict[str, str]:
+    """The settings of an orchestrator in front of the stand-ins."""
+    return {
+        "TANDEM_ORCHESTRATOR_LISTEN": listen,
+        "TANDEM_DRAFT_ADDRESSES": draft,
+        "TANDEM_TARGET_ADDRESSES": target,
+        "TANDEM_TOKENIZER": str(options.tokenizer),
+        "TANDEM_REDIS_URL": redis_url,
+        "TANDEM_MAX_RUNNING_REQUESTS": str(max(options.concurrencies)),
+        "TANDEM_MAX_TOKENS": "60000",
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
+    }
+
+
+async def wait_for_draft(calls: grpc.aio.Channel, options: OverheadOptions) -> None:
     """The orchestrator is ready without a draft; these numbers need one."""
     deadline = time.monotonic() + 30
-    while (await generate(calls, _request(1, 4, options))).finish.speculation.degraded_rounds:
+    while (await generate(calls, fixed_request(1, 4, options))).finish.speculation.degraded_rounds:
         if time.monotonic() > deadline:
             raise AssertionError("the orchestrator found no draft")

@@ -14,12 +14,15 @@ from .overhead import OverheadResult
 from .pair import PairResult
 from .pair_results import PairRow
 from .statistic import median
+from .tracing_cost import TracingResult
 
 ROUND_GOAL = 1.0
 """Milliseconds for a round of one request beside the models, p50."""
 BYTES_GOAL = 10_000
 PREDICTION_GOAL = 0.9
 """Measured over predicted speed-up."""
+TRACING_GOAL = 0.98
+"""Throughput with one request in a hundred traced, over that without tracing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,37 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
         numbers = (each.vocabulary_size, each.propose, each.proposal, each.verify, each.verdict, each.total)
         sizes.add_row(*(f"{number:,}" for number in numbers))
     return [times, sizes]
+
+
+def tracing_table(result: TracingResult) -> Table:
+    """Throughput and CPU with and without tracing."""
+    table = _table(
+        f"What tracing costs the orchestrator: {result.concurrency} requests at once, gamma 5, no model time",
+        ("tracing", "rounds/s", "of untraced", "CPU per round (ms)", "of untraced"),
+    )
+    for case in result.cases:
+        table.add_row(
+            case.name,
+            f"{case.rounds_per_second:.0f}",
+            f"{case.throughput_ratio:.3f}",
+            f"{case.cpu:.3f}",
+            f"{case.cpu_ratio:.3f}",
+        )
+    table.caption = "Medians of runs that took turns; the ratios are medians of neighbouring runs."
+    return table
+
+
+def tracing_goals(result: TracingResult) -> list[Goal]:
+    """The issue's figure, by CPU: throughput swings by more than it from run to run."""
+    return [
+        Goal(
+            f"CPU, {case.name}",
+            f"{1 / case.cpu_ratio:.3f} of untraced",
+            f">= {TRACING_GOAL}",
+            1 / case.cpu_ratio >= TRACING_GOAL,
+        )
+        for case in result.cases[1:3]
+    ]
 
 
 def pair_tables(result: PairResult) -> list[Table]:

@@ -40,3 +40,12 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(cost > 0 for cost in row["costs"].values())
     assert row["of_prediction"] > 0
     assert "tiny-target with tiny-draft" in capsys.readouterr().out
+
+
+def test_tracing(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    amount = ["--requests", "2", "--rounds", "5", "--waves", "1", "--repeats", "1"]
+    assert main(["tracing", *amount, "--json", str(file)]) == 0
+    cases = json.loads(file.read_text())["tracing"]["cases"]
+    assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]
+    assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
