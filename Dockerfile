@@ -56,7 +56,7 @@ RUN /build/bin/pip --python /opt/tandem/bin/python install --no-deps --no-index 
  && find transformers/models -not -path '*/auto/*' \( -name 'modeling_*.py' -o -name 'modular_*.py' -o -name '*image_process*.py' \) -delete \
  && rm -rf numpy/tests numpy/*/tests numpy/*/*/tests \
  && cd /src && /opt/tandem/bin/python -m orchestrator --help > /dev/null \
- && /opt/tandem/bin/python -c 'import tandem.cli.generate, tandem.span_export; \
+ && /opt/tandem/bin/python -c 'import orchestrator.http.face, tandem.cli.generate, tandem.span_export; \
 from orchestrator.vocabulary import Vocabulary; Vocabulary.load("tokenizer", "")'
 
 # The version of torch is the one in constraints.txt; the local version says which build, so that no other can slip in.
@@ -100,7 +100,7 @@ USER 10001:10001
 
 FROM runtime AS orchestrator
 COPY --from=build-orchestrator /opt/tandem /opt/tandem
-EXPOSE 50051 9090
+EXPOSE 50051 8000 9090
 CMD ["python", "-m", "orchestrator"]
 
 FROM orchestrator AS orchestrator-demo

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -20,6 +21,9 @@ from .runtime import Runtime
 from .servicer import OrchestratorServicer
 from .session_store import SessionStore, StoreConfig
 from .vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from .http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +70,23 @@ async def serve(
     runtime = Runtime(settings, vocabulary, store, callers)
     metrics = Metrics(registry)
     metrics.observe_runtime(runtime)
-    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
-        OrchestratorServicer(runtime, Recorders(metrics, traces, settings.trace_slow_seconds)), server
-    )
+    recorders = Recorders(metrics, traces, settings.trace_slow_seconds)
+    servicer = OrchestratorServicer(runtime, recorders)
+    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, server)
+    http: HttpServer | None = None
     try:
         grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN", settings.server_files())
         metrics_endpoint.serve(settings.metrics_listen, registry, "TANDEM_ORCHESTRATOR_METRICS_LISTEN")
+        if settings.http_listen:
+            from .http import face  # only now: most of a start's time is imports
+
+            http = face.start(settings, runtime, servicer, recorders, registry, lambda: health.serving)
     except (grpc_server.PortError, config.ConfigError) as error:
         await runtime.close()
         return _give_up(str(error))
     stop = grpc_server.stop_event()
     await server.start()
-    log.info("listening on %s", settings.listen)
+    log.info("listening on %s%s", settings.listen, f", HTTP on {settings.http_listen}" if http is not None else "")
     watcher = asyncio.create_task(runtime.watch_readiness(lambda ready: health.set(serving=ready)))
     await stop.wait()
     watcher.cancel()
@@ -85,7 +94,7 @@ async def serve(
     log.info("draining: %d requests, at most %g s", runtime.admission.running, settings.drain_seconds)
     if not await runtime.admission.drain(settings.drain_seconds):
         log.warning("%d requests are cut off", runtime.admission.running)
-    await server.stop(CLOSE_SECONDS)
+    await asyncio.gather(server.stop(CLOSE_SECONDS), *([http.close()] if http is not None else []))
     await runtime.close()
     if traces is not None:
         traces.shutdown()

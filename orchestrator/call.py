@@ -13,6 +13,10 @@ from .errors import Context
 class Call(Protocol):
     """The near end of a call. Its task is cancelled when the caller is gone."""
 
+    @property
+    def may_return(self) -> bool:
+        """Whether a caller who is gone may come back for the rest."""
+
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """What came with the request, names in lower case."""
 
@@ -28,6 +32,8 @@ class Call(Protocol):
 
 class GrpcCall:
     """Over gRPC."""
+
+    may_return = True
 
     def __init__(self, context: Context) -> None:
         self._context = context

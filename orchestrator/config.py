@@ -39,6 +39,15 @@ class OrchestratorConfig:
     listen: str = setting(
         "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
     )
+    http_listen: str = setting(
+        "TANDEM_HTTP_LISTEN",
+        "",
+        help="host:port of the OpenAI-compatible HTTP API; empty: gRPC only",
+        check=lambda value: not value or _address(value),
+    )
+    served_model_name: str = setting(
+        "TANDEM_SERVED_MODEL_NAME", "", help="the model's name over HTTP; empty: the target's own"
+    )
     tls_certificate: str = setting(
         "TANDEM_TLS_CERTIFICATE", "", help="PEM file of the certificate to serve with; empty: plain text"
     )

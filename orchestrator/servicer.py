@@ -97,7 +97,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise as_failure(fault) from fault
         except asyncio.CancelledError:
             # The caller is gone: it cancelled, its deadline passed, or its connection broke.
-            await asyncio.shield(self._runtime.sessions.abandon(session))
+            await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))
             raise
         return completion.finish_reason
 

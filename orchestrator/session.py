@@ -96,12 +96,12 @@ class Sessions:
             raise as_failure(fault) from fault
         return session
 
-    async def abandon(self, session: Session) -> None:
+    async def abandon(self, session: Session, *, may_return: bool) -> None:
         """The caller is gone: its state goes too, at once or, where the caller may come back, after a while."""
         if session.ownership is None:
             return
         try:
-            if session.resumable and self._resume_seconds > 0:
+            if may_return and session.resumable and self._resume_seconds > 0:
                 await self._store.abandon(session.ownership, self._resume_seconds)
             else:
                 await self._store.delete(session.ownership)

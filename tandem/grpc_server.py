@@ -55,6 +55,7 @@ class HealthSwitch:
     def __init__(self, service: str) -> None:
         self._servicer = health.aio.HealthServicer()
         self._names = ("", service)
+        self.serving = False
 
     async def attach(self, server: grpc.aio.Server) -> None:
         """Adds the health service, NOT_SERVING."""
@@ -63,6 +64,7 @@ class HealthSwitch:
 
     async def set(self, *, serving: bool) -> None:
         """Switches both names."""
+        self.serving = serving
         for name in self._names:
             await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 

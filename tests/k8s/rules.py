@@ -31,6 +31,8 @@ GRPC_SERVICES = {
 }
 MADE_BY_HAND = {"tandem-redis"}
 """Secrets that docs/operations.md tells an operator to make."""
+PUBLIC_PORTS = [{"port": "grpc"}, {"port": "http"}]
+"""Of the orchestrator."""
 CLOSING_SECONDS = 3
 """What a service needs after its drain, at most: a second for connections, two for spans."""
 PART_OF = "app.kubernetes.io/part-of"
@@ -328,7 +330,7 @@ def policies_close_everything(cluster: Cluster) -> Iterator[str]:
         yield "no NetworkPolicy closes all pods"
     for policy in cluster.of("NetworkPolicy"):
         for entry in policy["spec"].get("ingress", []):
-            public = name_of(policy) == "NetworkPolicy/orchestrator" and entry["ports"] == [{"port": "grpc"}]
+            public = name_of(policy) == "NetworkPolicy/orchestrator" and entry["ports"] == PUBLIC_PORTS
             if not entry.get("from") and not public:
                 yield f"{name_of(policy)}: lets everybody in"
 

@@ -1,0 +1,1 @@
+"""The HTTP face of the public API, in OpenAI's form: another way to the same requests as gRPC."""

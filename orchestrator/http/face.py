@@ -1,0 +1,32 @@
+"""The HTTP face of a running orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from ..config import OrchestratorConfig
+from ..recorder import Recorders
+from ..runtime import Runtime
+from ..servicer import OrchestratorServicer
+from .app import build_app
+from .served_model import ServedModel
+from .server import HttpServer, bind
+
+CLOSE_SECONDS = 1
+
+
+def start(
+    settings: OrchestratorConfig,
+    runtime: Runtime,
+    servicer: OrchestratorServicer,
+    recorders: Recorders,
+    registry: CollectorRegistry,
+    ready: Callable[[], bool],
+) -> HttpServer:
+    """Listens as the settings say; raises PortError."""
+    listener = bind(settings.http_listen, "TANDEM_HTTP_LISTEN", settings.reader_timeout_seconds)
+    model = ServedModel(runtime, settings.served_model_name)
+    app = build_app(servicer, recorders, runtime.callers, model, registry, ready)
+    return HttpServer(app, listener, settings.server_files(), CLOSE_SECONDS)

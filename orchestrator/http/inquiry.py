@@ -1,0 +1,103 @@
+"""One request of an HTTP caller, read and checked as far as that can be done without the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tandem.v1 import orchestrator_pb2 as api
+
+from .json_object import JsonObject
+from .parameters import max_tokens_of, set_parameters
+from .prompts import set_messages, set_prompt
+
+Kind = Literal["chat", "completion"]
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What OpenAI's completions have had from the beginning, and vLLM's too. A chat goes on to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """What is to be generated, and how it is to be told."""
+
+    kind: Kind
+    request: api.GenerateRequest
+    model: str | None
+    stream: bool
+    include_usage: bool
+    """A chunk with the usage at the end of a stream."""
+    return_tokens: bool
+    """Each token with its id and its kind; our own addition."""
+    max_tokens_name: str
+    """Under which of its names the caller set the limit."""
+
+    def name_for_caller(self, field: str) -> str:
+        """A field of the GenerateRequest as this caller knows it."""
+        prompt = "messages" if self.kind == "chat" else "prompt"
+        renamed = {"text": prompt, "token_ids": prompt, "prompt": prompt, "messages.role": "messages"}
+        return self.max_tokens_name if field == "max_tokens" else renamed.get(field, field)
+
+
+def read_inquiry(kind: Kind, values: dict[str, Any], request_id: str) -> Inquiry:
+    """Raises InvalidArgument with the name of the field at fault."""
+    body = JsonObject(values)
+    request = api.GenerateRequest(request_id=request_id)
+    model = body.string("model")
+    if kind == "chat":
+        set_messages(request, body)
+        max_tokens, name = max_tokens_of(body, "max_completion_tokens", "max_tokens")
+        _refuse_other_chats(body)
+    else:
+        set_prompt(request, body)
+        max_tokens, name = max_tokens_of(body, "max_tokens")
+        max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+        _refuse_other_completions(body)
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    set_parameters(request, body)
+    stream, include_usage = _stream(body)
+    return_tokens = bool(body.boolean("return_tokens"))
+    body.refuse_unknown()
+    return Inquiry(kind, request, model, stream, include_usage, return_tokens, name)
+
+
+def _stream(body: JsonObject) -> tuple[bool, bool]:
+    stream = bool(body.boolean("stream"))
+    options = body.object("stream_options")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise body.refused("stream_options", "is only for a stream")
+    include_usage = bool(options.boolean("include_usage"))
+    options.neutral("include_obfuscation", False)
+    options.neutral("continuous_usage_stats", False)
+    options.refuse_unknown()
+    return stream, include_usage
+
+
+def _refuse_other_completions(body: JsonObject) -> None:
+    body.neutral("echo", False)
+    body.neutral("suffix", "")
+    body.neutral("logprobs")
+    body.neutral("add_special_tokens", True)
+
+
+def _refuse_other_chats(body: JsonObject) -> None:
+    body.neutral("logprobs", False)
+    body.neutral("top_logprobs", 0)
+    body.neutral("tools", [])
+    body.neutral("tool_choice", "none", "auto")
+    body.neutral("functions", [])
+    body.neutral("function_call", "none", "auto")
+    body.neutral("parallel_tool_calls", True, False)
+    body.neutral("response_format", {"type": "text"})
+    body.neutral("modalities", ["text"])
+    body.neutral("audio")
+    body.neutral("prediction")
+    body.neutral("reasoning_effort", "none")
+    body.neutral("verbosity", "medium")
+    body.neutral("web_search_options")
+    body.neutral("add_generation_prompt", True)
+    body.neutral("continue_final_message", False)
+    body.neutral("add_special_tokens", False)

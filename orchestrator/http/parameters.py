@@ -1,0 +1,77 @@
+"""From the fields of an OpenAI request to those of a GenerateRequest: the same names, but for a few.
+
+A field that isn't honoured is refused by its name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import sampling_pb2
+
+from ..errors import InvalidArgument
+from .json_object import MAX_UINT64, JsonObject
+
+METHODS = {
+    "rejection": int(sampling_pb2.ACCEPTANCE_METHOD_REJECTION),
+    "coupled": int(sampling_pb2.ACCEPTANCE_METHOD_COUPLED),
+}
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("min_tokens", "num_speculative_tokens")
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens")
+_ID_LISTS = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
+_WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")
+"""Said to be for the operator's books and for OpenAI's own caches: the answer is the same without."""
+
+
+def set_parameters(request: api.GenerateRequest, body: JsonObject) -> None:
+    """Everything but the prompt and max_tokens. Raises InvalidArgument; what the values may be is checked later."""
+    values: dict[str, float | int | bool | None] = {
+        **{name: body.number(name) for name in _NUMBERS},
+        **{name: body.integer(name) for name in _INTEGERS},
+        **{name: body.boolean(name) for name in _BOOLEANS},
+        "seed": body.integer("seed", MAX_UINT64),
+        "acceptance_method": body.choice("acceptance_method", METHODS),
+        "top_k": 0 if body.value("top_k") == -1 else body.integer("top_k"),  # -1 is vLLM's word for all
+    }
+    for name, value in values.items():
+        if value is not None:
+            setattr(request, name, value)
+    for name in _ID_LISTS:
+        getattr(request, name).extend(body.integers(name))
+    request.stop.extend(body.strings("stop"))
+    request.cache_salt = body.string("cache_salt") or ""
+    request.logit_bias.update(body.numbers_by_id("logit_bias"))
+    _set_bad_words(request, body)
+    for name in _WITHOUT_EFFECT:
+        body.string(name)
+    _refuse_what_is_not_supported(body)
+
+
+def max_tokens_of(body: JsonObject, *names: str) -> tuple[int | None, str]:
+    """The limit under whichever of its names the request has it, and that name."""
+    given = [(value, name) for name in names if (value := body.integer(name)) is not None]
+    if len({value for value, _ in given}) > 1:
+        raise InvalidArgument(given[0][1], f"contradicts {given[1][1]}")
+    return given[0] if given else (None, names[0])
+
+
+def _set_bad_words(request: api.GenerateRequest, body: JsonObject) -> None:
+    request.bad_words.extend(body.strings("bad_words"))
+    name = "bad_words_token_ids"
+    for ids in body.items(name):
+        request.bad_words_token_ids.add().ids.extend(JsonObject({name: ids}).integers(name))
+
+
+def _refuse_what_is_not_supported(body: JsonObject) -> None:
+    body.neutral("n", 1)
+    body.neutral("best_of", 1)
+    body.neutral("use_beam_search", False)
+    body.neutral("length_penalty", 1, 1.0)
+    body.neutral("early_stopping", False)
+    body.neutral("skip_special_tokens", True)
+    body.neutral("spaces_between_special_tokens", True)
+    body.neutral("prompt_logprobs", 0)
+    body.neutral("truncate_prompt_tokens")
+    body.neutral("store", False)
+    body.neutral("metadata", {})
+    body.neutral("service_tier", "auto", "default")

@@ -1,0 +1,359 @@
+"""The HTTP face, by OpenAI's own client: the answers are those of the gRPC API, errors have their form, callers that leave
+leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import openai
+import pytest
+import redis
+
+from tests.support.generation import Generation, generate
+from tests.support.services import MODELS, Stack, free_port, running_stack
+
+MODEL = "tiny"
+PROMPT = "def read_lines(path):\n"
+MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "Read a file, über 1 GB."}]
+GAMMAS = (0, 2, 5)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 32}
+COUPLED: dict[str, Any] = {"temperature": 1, "seed": 5, "max_tokens": 32}
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Service:
+    """A stack, and where its HTTP face is."""
+
+    stack: Stack
+    base: str
+    channel: grpc.Channel
+    http: httpx2.Client
+
+    def post(self, path: str, **fields: Any) -> httpx2.Response:
+        return self.http.post(path, json=fields)
+
+    def running(self) -> float:
+        """Requests that are being decoded, as /metrics has it."""
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith("tandem_num_requests_running "):
+                return float(line.split()[1])
+        raise AssertionError("no such metric")
+
+    def cancelled(self) -> int:
+        """Requests that the log says were cancelled."""
+        return self.stack.orchestrator.log.read_text().count("status=CANCELLED")
+
+    def sessions(self) -> int:
+        """Requests that the store knows."""
+        with redis.Redis.from_url(self.stack.redis_url) as store:
+            return len(store.keys("*"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    listen = f"127.0.0.1:{free_port()}"
+    environment = {
+        "TANDEM_HTTP_LISTEN": listen,
+        "TANDEM_SERVED_MODEL_NAME": MODEL,
+        "TANDEM_MAX_TOKENS": "400",
+        "TANDEM_MAX_RUNNING_REQUESTS": "4",
+        "TANDEM_MAX_WAITING_REQUESTS": "0",
+        "TANDEM_TARGET_CONTEXT_LENGTH": str(CONTEXT),
+    }
+    folder: Path = tmp_path_factory.mktemp("http")
+    with (
+        running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
+        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        httpx2.Client(base_url=f"http://{listen}", timeout=60, trust_env=False) as http,
+    ):
+        yield Service(stack, f"http://{listen}/v1", channel, http)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with httpx2.Client(trust_env=False) as http:
+        yield openai.OpenAI(api_key="none", base_url=service.base, max_retries=0, timeout=60, http_client=http)
+
+
+@pytest.fixture
+async def async_client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        yield openai.AsyncOpenAI(api_key="none", base_url=service.base, max_retries=0, timeout=60, http_client=http)
+
+
+def by_grpc(service: Service, gamma: int, *, coupled: bool, **fields: Any) -> Generation:
+    return generate(
+        service.channel, PROMPT, num_speculative_tokens=gamma, acceptance_method=2 if coupled else 1, **fields
+    )
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize(("fields", "method"), [(GREEDY, "rejection"), (COUPLED, "coupled")])
+def test_a_completion_is_that_of_grpc(
+    service: Service, client: openai.OpenAI, gamma: int, fields: dict[str, Any], method: str
+) -> None:
+    expected = by_grpc(service, gamma, coupled=method == "coupled", **fields)
+    extra = {"num_speculative_tokens": gamma, "acceptance_method": method, "return_tokens": True}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body=extra, **fields)
+    (choice,) = answer.choices
+    assert choice.text == expected.text
+    assert choice.text.strip()
+    assert choice.finish_reason == {1: "stop", 2: "length"}[expected.reason]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == expected.usage
+    assert answer.usage.total_tokens == sum(expected.usage)
+    assert [token["id"] for token in choice.tokens] == expected.ids
+    kinds = {1: "accepted", 2: "recovered", 3: "bonus"}
+    assert [token["kind"] for token in choice.tokens] == [kinds[kind] for kind in expected.kinds]
+    assert answer.tandem["seed"] == fields.get("seed", answer.tandem["seed"])
+
+    stream = client.completions.create(
+        model=MODEL, prompt=PROMPT, extra_body=extra, stream=True, stream_options={"include_usage": True}, **fields
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    assert [token["id"] for chunk in chunks for token in getattr(chunk.choices[0], "tokens", [])] == expected.ids
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    assert len(chunks) > 3
+    assert (last.choices, last.usage) == ([], answer.usage)
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+
+
+def test_token_ids_are_a_prompt_too(service: Service, client: openai.OpenAI) -> None:
+    ids = [5, 6, 7, 8]
+    answer = client.completions.create(model=MODEL, prompt=ids, **GREEDY)
+    assert answer.choices[0].text == generate(service.channel, ids, **GREEDY).text
+
+
+async def test_a_chat_in_both_forms_at_once(async_client: openai.AsyncOpenAI) -> None:
+    async def whole(gamma: int) -> tuple[str | None, str | None]:
+        extra = {"num_speculative_tokens": gamma}
+        answer = await async_client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=24, extra_body=extra
+        )
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.object == "chat.completion"
+        return answer.choices[0].message.content, answer.choices[0].finish_reason
+
+    async def streamed(gamma: int) -> tuple[str | None, str | None]:
+        stream = await async_client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            temperature=0,
+            max_completion_tokens=24,
+            stream=True,
+            extra_body={"num_speculative_tokens": gamma},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert all(chunk.usage is None for chunk in chunks)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return text, chunks[-1].choices[0].finish_reason
+
+    results = await asyncio.gather(whole(0), whole(5), streamed(0), streamed(5))
+    assert results[0][0]
+    assert set(results) == {results[0]}
+
+
+def test_a_stop_string_is_left_out_of_both_forms(client: openai.OpenAI, service: Service) -> None:
+    text = by_grpc(service, 5, coupled=False, **GREEDY).text
+    stop = text[9:12]
+    for gamma in GAMMAS:
+        fields = {**GREEDY, "stop": stop, "extra_body": {"num_speculative_tokens": gamma}}
+        answer = client.completions.create(model=MODEL, prompt=PROMPT, **fields)
+        pieces = [
+            chunk.choices[0].text
+            for chunk in client.completions.create(model=MODEL, prompt=PROMPT, stream=True, **fields)
+        ]
+        assert answer.choices[0].text == "".join(pieces) == text[: text.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.max_model_len) == (MODEL, "model", CONTEXT)
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_another_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 101}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 401}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [1] * CONTEXT}, "prompt"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_field_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": MODEL, "prompt": PROMPT, "stream": stream, **fields})
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert param in caught.value.message
+    assert caught.value.request_id
+    assert len(caught.value.response.content) < 1000
+
+
+def test_a_chats_bad_fields_have_a_chats_names(client: openai.OpenAI) -> None:
+    for fields, param in [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * CONTEXT}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **fields})
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"{", {}, 400, "invalid_json"),
+        (b"[]", {}, 400, "invalid_json"),
+        (b'{"prompt": NaN}', {}, 400, "invalid_json"),
+        (b"[" * 100_000, {}, 400, "invalid_json"),
+        (b"\xff", {}, 400, "invalid_json"),
+        (b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        (b" " * (8 << 20) + b"{}", {}, 413, "body_too_large"),
+    ],
+)
+def test_a_body_that_is_none(service: Service, content: bytes, headers: dict[str, str], status: int, code: str) -> None:
+    answer = service.http.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json", **headers}
+    )
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+
+
+def test_a_long_body_is_read_off_the_loop_and_refused_by_its_name(service: Service) -> None:
+    answer = service.post("/v1/completions", prompt="x" * 1_000_001)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_missed_paths_and_methods_have_the_form_too(service: Service) -> None:
+    for answer, status in [(service.http.get("/v1/nothing"), 404), (service.http.get("/v1/completions"), 405)]:
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_health_and_metrics(service: Service) -> None:
+    assert (service.http.get("/healthz").status_code, service.http.get("/healthz").json()) == (200, {"status": "ready"})
+    assert service.running() == 0
+    before = service.http.get("/metrics").text
+    service.post("/v1/completions", prompt=PROMPT, unheard_of=1)
+    after = service.http.get("/metrics").text
+    name = 'tandem_requests_total{outcome="INVALID_ARGUMENT"}'
+
+    def count(text: str) -> float:
+        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+    assert count(after) == count(before) + 1
+
+
+def test_the_request_id_is_in_header_answer_and_log(service: Service) -> None:
+    answer = service.http.post(
+        "/v1/completions", json={"prompt": PROMPT, **GREEDY}, headers={"x-request-id": "mine-17"}
+    )
+    request_id = answer.headers["x-request-id"]
+    assert request_id.startswith("mine-17-")
+    assert answer.json()["id"] == f"cmpl-{request_id}"
+    assert request_id in service.stack.orchestrator.log.read_text()
+    again = service.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "mine-17"})
+    assert again.status_code == 200
+    odd = service.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "a b"})
+    assert len(odd.headers["x-request-id"]) == 32
+
+
+def wait_for(what: str, condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "num_speculative_tokens": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_that_leaves_frees_its_place_and_its_state(service: Service, stream: bool) -> None:
+    wait_for("nothing runs", lambda: service.running() == 0)
+    sessions, cancelled = service.sessions(), service.cancelled()
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    host, _, port = service.base.removeprefix("http://").removesuffix("/v1").partition(":")
+    with socket.create_connection((host, int(port))) as caller:
+        caller.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        wait_for("it runs", lambda: service.running() == 1)
+        if stream:
+            assert b" 200 " in caller.recv(100)
+    wait_for("its place is free", lambda: service.running() == 0, 5)
+    wait_for("its state is gone", lambda: service.sessions() == sessions, 5)
+    wait_for("the log has it", lambda: service.cancelled() == cancelled + 1, 5)
+
+
+def test_too_many_are_told_when_to_come_back(service: Service, client: openai.OpenAI) -> None:
+    streams = [service.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(4)]
+    answers = [stream.__enter__() for stream in streams]
+    try:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=MODEL, prompt=PROMPT)
+        assert caught.value.code == "queue_full"
+        assert caught.value.response.headers["retry-after"] == "1"
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    wait_for("all have ended", lambda: service.running() == 0)
+
+
+def test_two_requests_on_one_connection(service: Service) -> None:
+    first = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    second = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    assert first.json()["choices"] == second.json()["choices"]
+    assert "connection" not in first.headers
+
+
+# Last: it ends the orchestrator.
+def test_what_runs_at_sigterm_goes_on_to_its_end(service: Service, client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(stream=True, **fields)
+    next(iter(stream))
+    service.stack.orchestrator.signal(signal.SIGTERM)
+    wait_for("it is not ready", lambda: service.http.get("/healthz").status_code == 503)
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(**fields)
+    assert caught.value.status_code == 503
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert service.stack.orchestrator.wait() == 0
+    assert "Traceback" not in service.stack.orchestrator.log.read_text()
