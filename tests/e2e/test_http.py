@@ -346,7 +346,7 @@ def test_two_requests_on_one_connection(service: Service) -> None:
 
 # Last: it ends the orchestrator.
 def test_what_runs_at_sigterm_goes_on_to_its_end(service: Service, client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, **fields)
     next(iter(stream))
     service.stack.orchestrator.signal(signal.SIGTERM)

@@ -120,7 +120,7 @@ FAULTS = [
     broken("worker_addresses", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(maxReplicas=9)),
     broken("autoscalers", lambda b: b(*TARGET)["spec"].update(replicas=2)),
     broken("autoscalers", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(minReplicas=9)),
-    broken("monitors", lambda b: b("ServiceMonitor", "orchestrator")["spec"]["endpoints"][0].update(port="http")),
+    broken("monitors", lambda b: b("ServiceMonitor", "orchestrator")["spec"]["endpoints"][0].update(port="web")),
     broken("sizes", lambda b: b.settings("target").update(TANDEM_TARGET_DEVICE="cpu")),
     broken("sizes", _on_cpu),
     broken("labels_and_namespace", lambda b: b("Service", "target")["metadata"].update(namespace="default")),
