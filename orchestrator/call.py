@@ -37,6 +37,7 @@ class GrpcCall:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._opened = False
 
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """The call's metadata."""
@@ -54,7 +55,8 @@ class GrpcCall:
 
     async def write(self, response: api.GenerateResponse) -> None:
         """One message of the stream."""
-        if response.HasField("start"):
+        if not self._opened:
+            self._opened = True
             # Else it goes with the first message, and while that is unread no status can be sent.
             await self._context.send_initial_metadata(())
         await self._context.write(response)

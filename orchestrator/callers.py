@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import Overloaded, Unauthenticated
+from .errors import InvalidArgument, Overloaded, Unauthenticated
 
 log = logging.getLogger(__name__)
 
@@ -56,22 +56,26 @@ class Callers:
             self._callers = _read(self._path)
 
     @contextlib.contextmanager
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[str]:
-        """The caller's name, for the time of one request. Raises Unauthenticated, Overloaded."""
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]], requests: int = 1) -> Iterator[str]:
+        """The caller's name, for the time of one call, which may be for several completions and then counts as so many
+        requests. Raises Unauthenticated, Overloaded, and InvalidArgument where the call alone is more than the limit."""
         if self._path is None:
             yield ""
             return
         self._refresh(self._path)
         caller = self._identify(metadata)
-        if 0 < caller.max_running_requests <= self._running[caller.name]:
+        most = caller.max_running_requests
+        if 0 < most < requests:
+            raise InvalidArgument("n", f"this caller may have {most} requests run or wait at once")
+        if 0 < most < self._running[caller.name] + requests:
             raise Overloaded(
                 f"{self._running[caller.name]} requests of this caller run or wait", "CALLER_LIMIT", RETRY_AFTER_SECONDS
             )
-        self._running[caller.name] += 1
+        self._running[caller.name] += requests
         try:
             yield caller.name
         finally:
-            self._running[caller.name] -= 1
+            self._running[caller.name] -= requests
             if not self._running[caller.name]:
                 del self._running[caller.name]
 

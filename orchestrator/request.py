@@ -21,6 +21,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SALT_CHARACTERS = 128
 MAX_MESSAGES = 1024
+MAX_COMPLETIONS = 16
 INLINE_PROMPT_CHARACTERS = 2048
 """Encoding this much takes well under a millisecond; more goes to a thread."""
 
@@ -62,6 +63,8 @@ class GenerationPlan:
     include_stop: bool
     cache_salt: str
     """Requests of different salts share no cached prefix."""
+    echo: bool = False
+    """Report the prompt."""
 
 
 async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:
@@ -70,6 +73,8 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
     _check_numbers(request, limits)
     check_sampling(request, limits.vocabulary_size)
     _check_stops(request, limits)
+    if request.HasField("n") and not 1 <= request.n <= MAX_COMPLETIONS:
+        raise InvalidArgument("n", f"must be 1 to {MAX_COMPLETIONS}")
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"must be at most {MAX_SALT_CHARACTERS} characters")
     _check_prompt_size(request, limits)
@@ -98,6 +103,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         stop=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
         cache_salt=request.cache_salt,
+        echo=request.echo,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
 from tandem import wire
@@ -13,13 +13,14 @@ from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
+from . import several
 from .call import Call, GrpcCall
 from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
 from .errors import Context, Overloaded, RequestFailed, abort
 from .recorder import Recorders, RequestRecorder
-from .request import GenerationPlan, plan_generation
+from .request import MAX_COMPLETIONS, GenerationPlan, plan_generation
 from .runtime import Runtime
 from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
@@ -51,10 +52,21 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def generate(self, request: api.GenerateRequest, call: Call) -> None:
         """Writes the responses to the call. Raises RequestFailed; cancel it when the caller is gone."""
         recorder = self._recorders.begin(request.request_id, call.metadata(), _operation(request))
+        await self._recorded(recorder, call, self._of_known_caller(request, call, recorder))
+
+    async def _of_known_caller(
+        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder
+    ) -> FinishReason | None:
+        completions = max(1, min(request.n, MAX_COMPLETIONS))
+        with self._runtime.callers.admit(call.metadata(), completions) as caller:
+            return await self._generate(request, call, recorder, caller or call.certificate_name())
+
+    async def _recorded(
+        self, recorder: RequestRecorder, call: Call, generation: Awaitable[FinishReason | None]
+    ) -> FinishReason | None:
         status, detail, finish = "UNKNOWN", "", None
         try:
-            with self._runtime.callers.admit(call.metadata()) as caller:
-                finish = await self._generate(request, call, recorder, caller or call.certificate_name())
+            finish = await generation
             status = "OK"
         except RequestFailed as failure:
             status, detail = failure.code.name, str(failure)
@@ -64,6 +76,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise
         finally:
             recorder.end(status, detail, finish)
+        return finish
 
     async def _generate(
         self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
@@ -77,16 +90,40 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
         plan = await plan_generation(request, self._runtime.vocabulary, self._runtime.limits())
+        if request.n > 1:
+            return await self._generate_several(plan, request, call, recorder, caller)
+        return await self._generate_one(plan, request, call, recorder, caller)
+
+    async def _generate_one(
+        self, plan: GenerationPlan, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
+    ) -> FinishReason | None:
         model = self._runtime.target_model()
         recorder.planned(plan, model)
         async with self._runtime.admission.place():
             recorder.admitted()
-            return await self._stream(await sessions.create(plan, request, model, caller), call, recorder)
+            return await self._stream(await self._runtime.sessions.create(plan, request, model, caller), call, recorder)
+
+    async def _generate_several(
+        self, plan: GenerationPlan, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
+    ) -> FinishReason | None:
+        """The first completion is recorded as the request itself, the others beside it."""
+        shared = several.SharedCall(call, request.n)
+        completions = []
+        for index in range(request.n):
+            one = several.plan_of(plan, index)
+            alone, its_call = several.request_of(request, one, index), shared.of(index)
+            if index == 0:
+                completions.append(self._generate_one(one, alone, its_call, recorder, caller))
+                continue
+            its_recorder = self._recorders.begin(one.request_id, call.metadata(), _operation(request))
+            generation = self._generate_one(one, alone, its_call, its_recorder, caller)
+            completions.append(self._recorded(its_recorder, its_call, generation))
+        return (await several.together(completions))[0]
 
     async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
         completion = Completion(session.plan, self._runtime.vocabulary.decode)
-        start: api.GenerationStart | None = _start(session)
         try:
+            start: api.GenerationStart | None = await self._start(session)
             async with aclosing(self._responses(session, completion, recorder)) as responses:
                 async for response in responses:
                     if start is not None:
@@ -100,6 +137,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))
             raise
         return completion.finish_reason
+
+    async def _start(self, session: Session) -> api.GenerationStart:
+        plan = session.plan
+        start = api.GenerationStart(
+            request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=session.model
+        )
+        if plan.echo:
+            start.prompt_token_ids.extend(wire.decode_ids(plan.prompt).tolist())
+            # A long prompt takes a while.
+            start.prompt_text = await asyncio.to_thread(self._runtime.vocabulary.decode, list(start.prompt_token_ids))
+        return start
 
     async def _responses(
         self, session: Session, completion: Completion, recorder: RequestRecorder
@@ -174,13 +222,6 @@ def _operation(request: api.GenerateRequest) -> str:
 def _cancelled_status(seconds_left: float | None) -> str:
     """By the caller, or by its deadline: gRPC doesn't say, but the clock does."""
     return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= DEADLINE_SLACK_SECONDS else "CANCELLED"
-
-
-def _start(session: Session) -> api.GenerationStart:
-    plan = session.plan
-    return api.GenerationStart(
-        request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=session.model
-    )
 
 
 def _response(emitted: list[EmittedToken]) -> api.GenerateResponse:

@@ -38,6 +38,7 @@ def encode(plan: GenerationPlan, model: str, caller: str) -> bytes:
         stop=plan.stop,
         include_stop_str_in_output=plan.include_stop,
         cache_salt=plan.cache_salt,
+        echo=plan.echo,
         model=model,
         caller=caller,
     ).SerializeToString()
@@ -63,4 +64,5 @@ def plan_of(stored: stored_request_pb2.StoredRequest, request_id: str, prompt: b
         stop=tuple(stored.stop),
         include_stop=stored.include_stop_str_in_output,
         cache_salt=stored.cache_salt,
+        echo=stored.echo,
     )

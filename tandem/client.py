@@ -88,6 +88,8 @@ class GenerationOptions:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    echo: bool = False
+    n: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     logprobs_mode: LogprobsMode | None = None
@@ -102,6 +104,9 @@ class GenerationStart:
     seed: int
     prompt_tokens: int
     model: str
+    prompt_token_ids: tuple[int, ...] = ()
+    """With echo, as `prompt_text`."""
+    prompt_text: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,6 +157,8 @@ class Chunk:
     tokens: tuple[GeneratedToken, ...]
     text: str
     finish: GenerationFinish | None
+    index: int = 0
+    """Which of several completions this belongs to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,20 +248,20 @@ class _Call(Protocol):
 class Generation(Iterator[Chunk]):
     """A running generation: iterate over its chunks, or cancel it."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _Call, completions: int = 1) -> None:
         self._call = call
-        self._finished = False
+        self._unfinished = completions
 
     def __next__(self) -> Chunk:
         try:
             chunk = _to_chunk(next(self._call))
         except StopIteration:
-            if not self._finished:
+            if self._unfinished > 0:
                 raise ProtocolError(grpc.StatusCode.INTERNAL, "the stream ended before the generation did") from None
             raise
         except grpc.RpcError as error:
             raise _to_tandem_error(error) from error
-        self._finished = self._finished or chunk.finish is not None
+        self._unfinished -= chunk.finish is not None
         return chunk
 
     def cancel(self) -> None:
@@ -288,7 +295,7 @@ class TandemClient:
     ) -> Generation:
         """Starts a generation. Errors are raised by the iteration, as TandemError."""
         request = build_request(prompt, options or GenerationOptions(), request_id)
-        return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+        return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata), max(request.n, 1))
 
     def resume(self, request_id: str, token_offset: int, *, timeout: float | None = None) -> Generation:
         """Goes on with a request, on any orchestrator, behind the tokens that the caller has. Errors are raised by the
@@ -367,11 +374,19 @@ def _to_chunk(response: orchestrator_pb2.GenerateResponse) -> Chunk:
         tokens=tuple(_to_token(token) for token in response.tokens),
         text=response.text,
         finish=_to_finish(response.finish) if response.HasField("finish") else None,
+        index=response.index,
     )
 
 
 def _to_start(start: orchestrator_pb2.GenerationStart) -> GenerationStart:
-    return GenerationStart(start.request_id, start.seed, start.prompt_tokens, start.model)
+    return GenerationStart(
+        start.request_id,
+        start.seed,
+        start.prompt_tokens,
+        start.model,
+        tuple(start.prompt_token_ids),
+        start.prompt_text,
+    )
 
 
 def _to_token(token: orchestrator_pb2.GeneratedToken) -> GeneratedToken:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 _LANES_STREAM = 0
 _GUMBEL_STREAM = 1
+_SEED_STREAM = 2
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -97,6 +98,15 @@ def gumbel_noise_at(
         _move(generator, seed, _gumbel_counter(position))
         words[row] = generator.random_raw(int(token_ids[row].max(initial=0)) + 1)[token_ids[row]]
     return _gumbel(words)
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request for several: the request's own for the first, else a word that is a function of
+    (seed, index)."""
+    if index == 0:
+        return seed
+    counter = [index, 0, _SEED_STREAM, 0]
+    return int(_philox(seed, counter).random_raw())
 
 
 def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:

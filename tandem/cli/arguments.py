@@ -155,6 +155,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     _add_home(parser)
     _add_sampling(parser, temperature=None, max_tokens=None)
+    parser.add_argument("--n", type=int, metavar="N", help="completions, one line each (needs --json)")
     parser.add_argument("--request-id", default="", metavar="ID", help="default: made by the server")
     parser.add_argument(
         "--resume", default="", metavar="ID", help="go on with this request, on any orchestrator; takes no prompt"

@@ -69,30 +69,53 @@ class Completion:
 
 def collect(generation: Generation, on_chunk: Callable[[Chunk], None]) -> Completion:
     """Runs a generation to its end, showing each chunk on the way. The call is cancelled if that is interrupted."""
+    (completion,) = collect_all(generation, on_chunk)
+    return completion
+
+
+def collect_all(generation: Generation, on_chunk: Callable[[Chunk], None]) -> list[Completion]:
+    """The same for a generation of several completions, in the order of their indices."""
     began = time.monotonic()
-    first: float | None = None
-    start: GenerationStart | None = None
-    finish: GenerationFinish | None = None
-    tokens: list[GeneratedToken] = []
-    text: list[str] = []
+    gatherings: dict[int, _Gathering] = {}
     try:
         for chunk in generation:
-            if chunk.tokens and first is None:
-                first = time.monotonic() - began
-            start, finish = start or chunk.start, finish or chunk.finish
-            tokens.extend(chunk.tokens)
-            text.append(chunk.text)
+            if chunk.index not in gatherings:
+                gatherings[chunk.index] = _Gathering(began)
+            gatherings[chunk.index].add(chunk)
             on_chunk(chunk)
     finally:
         generation.cancel()
-    total = time.monotonic() - began
-    # The client has checked that the stream was finished; a start comes with the first response.
-    assert finish is not None
-    return Completion(
-        start=start or GenerationStart("", 0, finish.prompt_tokens, ""),
-        tokens=tuple(tokens),
-        text="".join(text),
-        finish=finish,
-        first_token_seconds=total if first is None else first,
-        total_seconds=total,
-    )
+    return [gathering.completion() for _, gathering in sorted(gatherings.items())]
+
+
+class _Gathering:
+    """The chunks of one completion."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._first: float | None = None
+        self._last = 0.0
+        self._start: GenerationStart | None = None
+        self._finish: GenerationFinish | None = None
+        self._tokens: list[GeneratedToken] = []
+        self._text: list[str] = []
+
+    def add(self, chunk: Chunk) -> None:
+        self._last = time.monotonic() - self._began
+        if chunk.tokens and self._first is None:
+            self._first = self._last
+        self._start, self._finish = self._start or chunk.start, self._finish or chunk.finish
+        self._tokens.extend(chunk.tokens)
+        self._text.append(chunk.text)
+
+    def completion(self) -> Completion:
+        # The client has checked that the stream was finished; a start comes with the first response.
+        assert self._finish is not None
+        return Completion(
+            start=self._start or GenerationStart("", 0, self._finish.prompt_tokens, ""),
+            tokens=tuple(self._tokens),
+            text="".join(self._text),
+            finish=self._finish,
+            first_token_seconds=self._last if self._first is None else self._first,
+            total_seconds=self._last,
+        )

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 
-from tandem.cli.completion import Completion, collect
+from tandem.cli.completion import Completion, collect, collect_all
 from tandem.cli.endpoint import orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import calls_explained
@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
             # A number that doesn't fit its field can't even be sent.
             raise CliError(f"an option is out of range: {error}", USAGE) from error
         if arguments.json:
-            print(json.dumps(collect(generation, _show_nothing).to_json(), ensure_ascii=False))
+            for each in collect_all(generation, _show_nothing):
+                print(json.dumps(each.to_json(), ensure_ascii=False))
             return 0
         painter = TokenPainter(
             sys.stdout, colour=use_colour(arguments.colour, sys.stdout, environment), letters=arguments.kinds
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _call(arguments: argparse.Namespace) -> Callable[[TandemClient], Generation]:
     """What is asked for: a new generation, or the rest of one."""
+    if (arguments.n or 1) > 1 and not arguments.json:
+        raise CliError("several completions would be mixed on the terminal; --n needs --json", USAGE)
     if not arguments.resume:
         if arguments.offset is not None:
             raise CliError("--offset belongs to --resume", USAGE)

@@ -31,6 +31,7 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         banned_token_ids=tuple(arguments.ban_token_id),
         allowed_token_ids=tuple(arguments.allow_token_id),
         bad_words=tuple(arguments.bad_word),
+        n=getattr(arguments, "n", None),
         logprobs=arguments.logprobs is not None,
         top_logprobs=arguments.logprobs or None,
         logprobs_mode=LogprobsMode(arguments.logprobs_mode) if arguments.logprobs_mode else None,

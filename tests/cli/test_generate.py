@@ -85,6 +85,20 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
     assert (request.logprobs, request.top_logprobs, request.logprobs_mode) == (True, 3, 2)
 
 
+def test_several_completions_are_lines_of_json(run, orchestrator):
+    one = list(orchestrator.responses)
+    other = [type(response).FromString(response.SerializeToString()) for response in one]
+    for response in other:
+        response.index = 1
+    other[-1].text = "!"
+    orchestrator.responses = [*one[:1], *other, *one[1:]]
+    code, out, _ = run("Why?", "--json", "--n=2")
+    assert code == 0
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["The sky is\nblue.", "The sky is\nblue!"]
+    assert orchestrator.requests[0].n == 2
+    assert run("Why?", "--n=2")[0] == 2
+
+
 def test_json_has_log_probabilities_if_there_are_any(run, orchestrator):
     for response in orchestrator.responses:
         for token in response.tokens:

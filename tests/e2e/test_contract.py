@@ -226,6 +226,9 @@ BAD = [
     ("top_logprobs", {"text": "a", "logprobs": True, "top_logprobs": 10**9}),
     ("top_logprobs", {"text": "a", "top_logprobs": 1}),
     ("logprobs_mode", {"text": "a", "logprobs": True, "logprobs_mode": 3}),
+    ("n", {"text": "a", "n": 0}),
+    ("n", {"text": "a", "n": 5_000_000}),
+    ("request_id", {"text": "a", "request_id": "a#1"}),
     ("request_id", {"text": "a", "request_id": "white space"}),
     ("request_id", {"text": "a", "request_id": "x" * 129}),
     ("cache_salt", {"text": "a", "cache_salt": "x" * 129}),
@@ -253,7 +256,7 @@ def test_neutral_values_pass(tiny_channel: grpc.Channel, natural: Generation) ->
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "stop": [], "stop_token_ids": []}
     neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {3: 0.0}}
     neutral |= {"banned_token_ids": [], "allowed_token_ids": [], "bad_words": [], "bad_words_token_ids": []}
-    neutral |= {"logprobs": False, "top_logprobs": 0}
+    neutral |= {"logprobs": False, "top_logprobs": 0, "n": 1}
     assert generate(tiny_channel, PROMPT, temperature=0, max_tokens=32, **neutral).seen == natural.seen
 
 

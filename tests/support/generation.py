@@ -72,6 +72,21 @@ def generate(channel: grpc.Channel, prompt: str | Sequence[int], **fields: Any) 
     return gather(stub.Generate(request(prompt, **fields), timeout=120))
 
 
+def generate_several(channel: grpc.Channel, prompt: str | Sequence[int], n: int, **fields: Any) -> list[Generation]:
+    """One call for n completions; in the order of their indices."""
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    responses = list(stub.Generate(request(prompt, n=n, **fields), timeout=120))
+    assert {response.index for response in responses} == set(range(n))
+    assert [response.finish.HasField("total_usage") for response in responses] == [False] * (len(responses) - 1) + [
+        True
+    ]
+    completions = [gather(each for each in responses if each.index == index) for index in range(n)]
+    total = responses[-1].finish.total_usage
+    assert total.prompt_tokens == completions[0].usage[0]
+    assert total.completion_tokens == sum(each.usage[1] for each in completions)
+    return completions
+
+
 def generate_all(channel: grpc.Channel, requests: Iterable[api.GenerateRequest]) -> list[Generation]:
     """Runs all requests at the same time; results in their order."""
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)

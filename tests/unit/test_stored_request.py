@@ -24,6 +24,7 @@ PLAN = GenerationPlan(
     stop=("x", "\u20ac"),
     include_stop=True,
     cache_salt="salt",
+    echo=True,
 )
 
 

@@ -1,0 +1,110 @@
+"""Several completions of one prompt: each a request of its own, their responses in one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TypeVar
+
+from tandem.randomness import completion_seed
+from tandem.v1 import orchestrator_pb2 as api
+
+from .call import Call
+from .errors import RequestFailed
+from .request import GenerationPlan
+
+T = TypeVar("T")
+
+
+def plan_of(plan: GenerationPlan, index: int) -> GenerationPlan:
+    """The plan of one completion: the same but for its name and its seed."""
+    if index == 0:
+        return plan
+    sampling = type(plan.sampling)()
+    sampling.CopyFrom(plan.sampling)
+    sampling.seed = completion_seed(plan.sampling.seed, index)
+    return dataclasses.replace(plan, request_id=f"{plan.request_id}#{index}", sampling=sampling)
+
+
+def request_of(request: api.GenerateRequest, plan: GenerationPlan, index: int) -> api.GenerateRequest:
+    """What the caller would send for this completion alone; without a name if the request has none."""
+    alone = api.GenerateRequest()
+    alone.CopyFrom(request)
+    alone.ClearField("n")
+    if index > 0:
+        alone.seed = plan.sampling.seed
+        alone.request_id = plan.request_id if request.request_id else ""
+    return alone
+
+
+class SharedCall:
+    """One call for the responses of all completions, one at a time."""
+
+    def __init__(self, call: Call, completions: int) -> None:
+        self._call = call
+        self._unfinished = completions
+        self._completion_tokens = 0
+        self._writing = asyncio.Lock()
+
+    def of(self, index: int) -> Call:
+        """The call as completion `index` sees it."""
+        return _CallOfOne(self, index)
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """Those of the one call."""
+        return self._call.metadata()
+
+    def certificate_name(self) -> str:
+        """That of the one call."""
+        return self._call.certificate_name()
+
+    def seconds_left(self) -> float | None:
+        """Those of the one call."""
+        return self._call.seconds_left()
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        """Sends a response; the last finish gets the usage of all."""
+        async with self._writing:
+            if response.HasField("finish"):
+                usage = response.finish.usage
+                self._unfinished -= 1
+                self._completion_tokens += usage.completion_tokens
+                if self._unfinished == 0:
+                    response.finish.total_usage.prompt_tokens = usage.prompt_tokens
+                    response.finish.total_usage.completion_tokens = self._completion_tokens
+            await self._call.write(response)
+
+
+class _CallOfOne:
+    def __init__(self, shared: SharedCall, index: int) -> None:
+        self._shared = shared
+        self._index = index
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        return self._shared.metadata()
+
+    def certificate_name(self) -> str:
+        return self._shared.certificate_name()
+
+    def seconds_left(self) -> float | None:
+        return self._shared.seconds_left()
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        response.index = self._index
+        await self._shared.write(response)
+
+
+async def together(completions: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Runs all to their end. The first failure ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in completions]
+    except* RequestFailed as failures:
+        raise _first(failures) from None
+    return [task.result() for task in tasks]
+
+
+def _first(failures: BaseExceptionGroup[RequestFailed]) -> RequestFailed:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
