@@ -51,6 +51,11 @@ class SharedCall:
         """The call as completion `index` sees it."""
         return _CallOfOne(self, index)
 
+    @property
+    def may_return(self) -> bool:
+        """As the one call has it."""
+        return self._call.may_return
+
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """Those of the one call."""
         return self._call.metadata()
@@ -80,6 +85,10 @@ class _CallOfOne:
     def __init__(self, shared: SharedCall, index: int) -> None:
         self._shared = shared
         self._index = index
+
+    @property
+    def may_return(self) -> bool:
+        return self._shared.may_return
 
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         return self._shared.metadata()

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from orchestrator.callers import Callers, CallersFileError
-from orchestrator.errors import Unauthenticated
+from orchestrator.errors import InvalidArgument, Overloaded, Unauthenticated
 from tandem import grpc_server
 from tandem.config import ConfigError
 from tandem.transport_security import ClientFiles, ServerFiles
@@ -92,6 +92,21 @@ def test_a_caller_is_named_by_its_token(tmp_path: Path) -> None:
             pass
     with Callers("").admit([]) as nobody:
         assert nobody == ""
+
+
+def test_completions_count_towards_a_callers_limit(tmp_path: Path) -> None:
+    path = tmp_path / "callers.toml"
+    path.write_text(f"[callers.a]\ntoken = '{TOKEN}'\nmax_running_requests = 4")
+    callers, metadata = Callers(str(path)), [("authorization", f"Bearer {TOKEN}")]
+    with callers.admit(metadata, 3):
+        with callers.admit(metadata):
+            pass
+        with pytest.raises(Overloaded), callers.admit(metadata, 2):
+            pass
+    with pytest.raises(InvalidArgument, match=r"^n: "), callers.admit(metadata, 5):
+        pass
+    with callers.admit(metadata, 4):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
     unset = {field.name for field in api.GenerateRequest.DESCRIPTOR.fields} - {
         field.name for field, _ in wanted.ListFields()
     }
-    assert unset == {"token_ids", "messages", "token_offset", "logprobs", "top_logprobs", "logprobs_mode"}
+    assert unset == {"token_ids", "messages", "token_offset", "logprobs", "top_logprobs", "logprobs_mode", "n", "echo"}
 
 
 def test_what_is_left_out_stays_the_servers() -> None:
