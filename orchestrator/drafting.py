@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem import wire
@@ -18,8 +18,9 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .prefix import Prefix
 from .recorder import RoundRecorder
+from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
+from .worker_stream import ItemFailed, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,10 @@ class Drafting:
         policy: DraftingPolicy,
         vocabulary_size: int,
         cache_salt: str = "",
+        prompt_digests: Iterable[bytes] = (),
     ) -> None:
-        self._session = WorkerSession(request_id, pool)
+        """`prompt_digests`: see `placement.block_digests`."""
+        self._session = WorkerSession(request_id, pool, prompt_digests)
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
@@ -134,6 +137,9 @@ class Drafting:
 
     async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         self._collect_late_answer()
+        if self._session.should_move:
+            self._session.leave()
+            record.rebuilding("draft", "REPLICA_LEAVING")
         for attempt in (1, 2):
             try:
                 return await self._ask_once(prefix, epoch, gamma, record.traceparent)

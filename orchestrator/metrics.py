@@ -17,9 +17,9 @@ from tandem.acceptance import TokenKind
 
 if TYPE_CHECKING:
     from .gamma_controller import Choice
+    from .replica_pool import ReplicaPool
     from .runtime import Runtime
     from .session_store import StoreError
-    from .worker_stream import ReplicaPool
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

@@ -124,7 +124,7 @@ class Runtime:
         One of another vocabulary is a wrong configuration. One that is away is waited for a while, since services are
         often started together; then requests are decoded without it.
         """
-        if self.drafts.ready or not self.drafts.replicas:
+        if self.drafts.ready or not self.drafts.configured:
             return None
         if self.drafts.refusals:
             return "; ".join(self.drafts.refusals)

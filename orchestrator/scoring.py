@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,13 @@ from tandem.acceptance import RowLogprobs, TargetRow
 from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
 from .drafting import Block
-from .errors import RequestFailed, Unavailable
+from .errors import Overloaded, RequestFailed, Unavailable
 from .logprobs import decode_row
 from .prefix import Prefix
 from .recorder import RoundRecorder
+from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import ItemFailed, ReplicaPool, StreamLost, WorkerKind, WorkerSession
+from .worker_stream import ItemFailed, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ P_SUM_TOLERANCE = 1e-3
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 RETRY_AFTER_SECONDS = 5.0
+FULL_RETRY_SECONDS = 2.0
 
 _HOPELESS_REASONS = frozenset(
     {
@@ -84,8 +86,10 @@ class Scoring:
         policy: ScoringPolicy,
         vocabulary_size: int,
         cache_salt: str = "",
+        prompt_digests: Iterable[bytes] = (),
     ) -> None:
-        self._session = WorkerSession(request_id, pool)
+        """`prompt_digests`: see `placement.block_digests`."""
+        self._session = WorkerSession(request_id, pool, prompt_digests)
         self._pool = pool
         self._sampling = sampling
         self._policy = policy
@@ -100,13 +104,20 @@ class Scoring:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
         give_up_at = time.monotonic() + self._policy.retry
         pause = FIRST_PAUSE_SECONDS
+        full: set[str] = set()
         while True:
+            if self._session.should_move:
+                self._session.leave()
+                record.rebuilding("target", "REPLICA_LEAVING")
             had_cache = self._session.opened
             try:
                 return await self._verify_once(prefix, epoch, block, record.traceparent)
             except ItemFailed as failed:
                 if failed.reason in _HOPELESS_REASONS:
                     raise RequestFailed(f"the target refused the round: {failed}", "TARGET_REFUSED") from failed
+                if failed.reason == worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED:
+                    full.add(self._session.replica.address if self._session.replica is not None else "")
+                    self._refuse_if_all_are(full, epoch, failed)
                 if failed.reason in _AFRESH_REASONS:
                     self._session.leave()
                 fault: Exception = failed
@@ -128,6 +139,11 @@ class Scoring:
     def release(self) -> None:
         """Ends the session at the target."""
         self._session.leave()
+
+    def _refuse_if_all_are(self, full: set[str], epoch: int, failed: ItemFailed) -> None:
+        """A request that has nothing yet is better told to come again; one under way goes on trying."""
+        if epoch == 0 and full >= self._pool.ready_addresses:
+            raise Overloaded("all cache slots of the target are in use", "TARGET_FULL", FULL_RETRY_SECONDS) from failed
 
     def _log_retry(self, fault: Exception, epoch: int) -> None:
         log.warning(

@@ -19,6 +19,7 @@ from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
 from .errors import Context, Overloaded, RequestFailed, abort
+from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
 from .request import MAX_COMPLETIONS, GenerationPlan, plan_generation
 from .runtime import Runtime
@@ -174,8 +175,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         # The targets of another orchestrator, where the request began, may have taken longer blocks.
         gamma_limit = min(session.plan.num_speculative_tokens, limits.max_speculative_tokens)
         plan = dataclasses.replace(session.plan, num_speculative_tokens=gamma_limit)
-        drafting = Drafting(name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt)
-        scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt)
+        digests = block_digests(plan.prompt, plan.cache_salt)
+        drafting = Drafting(
+            name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt, digests
+        )
+        scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt, digests)
         gamma = runtime.gamma_policy(plan)
         decoder = Decoder(
             plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder

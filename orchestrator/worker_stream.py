@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.transport_security import ClientFiles
 from tandem.v1 import worker_pb2
@@ -35,14 +36,17 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A peer that vanishes without a word (a lost node) is noticed by an unanswered ping.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A peer that vanishes without a word (a lost node, a cut network) is noticed by an unanswered ping, within two
+    # seconds: its sessions are rebuilt elsewhere, and a caller waits no longer than that. A ping a second is the most that
+    # gRPC sends. It is the ping's own timeout that counts: grpc.keepalive_timeout_ms alone leaves it at a minute.
+    ("grpc.keepalive_time_ms", 900),
+    ("grpc.keepalive_timeout_ms", 900),
+    ("grpc.http2.ping_timeout_ms", 900),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
-_PLAIN_TEXT = ClientFiles()
+PLAIN_TEXT = ClientFiles()
 
 
 class StreamLost(Exception):
@@ -106,13 +110,20 @@ class Replica(Generic[ItemT, AnswerT]):
         kind: WorkerKind[ItemT, AnswerT],
         check: Callable[[worker_pb2.GetModelInfoResponse], None],
         on_change: Callable[[], None],
-        security: ClientFiles = _PLAIN_TEXT,
+        security: ClientFiles = PLAIN_TEXT,
+        server_name: str = "",
     ) -> None:
+        """`server_name` is what the replica's certificate is for, where that is not the host of `address`."""
         self.address = address
+        self._server_name = server_name
         self._security = security
         self.role = kind.role
         self.generation = 0
         self.sessions = 0
+        self.retired = False
+        """No address leads to it any more: it takes no new session."""
+        self.draining = False
+        """It has said that it is shutting down."""
         self.info: worker_pb2.GetModelInfoResponse | None = None
         self.refusal = ""
         self._kind = kind
@@ -129,6 +140,16 @@ class Replica(Generic[ItemT, AnswerT]):
     def ready(self) -> bool:
         """Whether the stream is up and the model is compatible."""
         return self._ready
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is on its way out, and its sessions should be."""
+        return self.retired or self.draining
+
+    @property
+    def slots(self) -> int:
+        """Sessions that its cache has room for."""
+        return self.info.slots if self.info is not None else 0
 
     def submit(self, item: ItemT) -> asyncio.Future[AnswerT]:
         """Sends an item with this turn's batch. The future fails with ItemFailed or StreamLost."""
@@ -178,7 +199,8 @@ class Replica(Generic[ItemT, AnswerT]):
                     stub = self._kind.stub(channel)
                     await self._describe(stub)
                     backoff = FIRST_BACKOFF_SECONDS
-                    await self._exchange(self._kind.open_stream(stub))
+                    async with self._health_watched(channel):
+                        await self._exchange(self._kind.open_stream(stub))
             except grpc.aio.AioRpcError as error:
                 log.debug("%s %s: %s %s", self.role, self.address, error.code().name, error.details())
             except IncompatibleWorker as error:
@@ -198,13 +220,39 @@ class Replica(Generic[ItemT, AnswerT]):
         credentials = self._security.credentials()
         if credentials is None:
             return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
+        named = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
+        return grpc.aio.secure_channel(self.address, credentials, options=[*CHANNEL_OPTIONS, *named])
 
     async def _describe(self, stub: Any) -> None:
         info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=DESCRIBE_SECONDS, wait_for_ready=True)
         await asyncio.to_thread(self._check, info)
         self.info = info
         self.refusal = ""
+
+    @contextlib.asynccontextmanager
+    async def _health_watched(self, channel: grpc.aio.Channel) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch_health(channel))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self.draining = False
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        """A worker that is told to stop says NOT_SERVING first. One without a health service is taken to be well."""
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest())
+        try:
+            async for answer in call:
+                draining = answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                if draining != self.draining:
+                    self.draining = draining
+                    log.info("%s %s %s", self.role, self.address, "is draining" if draining else "serves again")
+                    self._on_change()
+        except grpc.aio.AioRpcError as error:
+            log.debug("%s %s: no health: %s", self.role, self.address, error.code().name)
+        finally:
+            call.cancel()
 
     async def _exchange(self, call: Any) -> None:
         self.generation += 1
@@ -263,96 +311,3 @@ class Replica(Generic[ItemT, AnswerT]):
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
     future.set_exception(error)
     future.exception()  # the request may have gone; a failure that nobody reads is no news
-
-
-class ReplicaPool(Generic[ItemT, AnswerT]):
-    """The replicas of one worker service; a new session goes to the one with the fewest."""
-
-    def __init__(
-        self,
-        addresses: tuple[str, ...],
-        kind: WorkerKind[ItemT, AnswerT],
-        check: Callable[[worker_pb2.GetModelInfoResponse], None],
-        on_change: Callable[[], None],
-        security: ClientFiles = _PLAIN_TEXT,
-    ) -> None:
-        self._changed = asyncio.Event()
-
-        def changed() -> None:
-            self._changed.set()
-            on_change()
-
-        self.role = kind.role
-        self.replicas = [Replica(address, kind, check, changed, security) for address in addresses]
-
-    def pick(self, avoid: Replica[ItemT, AnswerT] | None = None) -> Replica[ItemT, AnswerT] | None:
-        """The ready replica with the fewest sessions, `avoid` only if it is the last; None when none is ready."""
-        ready = [replica for replica in self.replicas if replica.ready]
-        if not ready:
-            return None
-        return min(ready, key=lambda replica: (replica is avoid, replica.sessions))
-
-    async def wait_for_change(self, seconds: float) -> None:
-        """Returns when a replica came or went, at latest after `seconds`."""
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            # Not `wait_for`: up to Python 3.11 it loses a cancellation that comes together with the change.
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-
-    @property
-    def ready(self) -> bool:
-        """Whether any replica is ready."""
-        return any(replica.ready for replica in self.replicas)
-
-    @property
-    def refusals(self) -> list[str]:
-        """Why replicas were refused."""
-        return [f"{replica.address}: {replica.refusal}" for replica in self.replicas if replica.refusal]
-
-    async def close(self) -> None:
-        """Ends all streams."""
-        await asyncio.gather(*(replica.close() for replica in self.replicas))
-
-
-class WorkerSession(Generic[ItemT, AnswerT]):
-    """One request's seat at a replica: which, and how many of the request's tokens its cache holds."""
-
-    def __init__(self, request_id: str, pool: ReplicaPool[ItemT, AnswerT]) -> None:
-        self.request_id = request_id
-        self.cached_length = 0
-        self.replica: Replica[ItemT, AnswerT] | None = None
-        self._pool = pool
-        self._generation = -1
-
-    def seat(self) -> Replica[ItemT, AnswerT] | None:
-        """The replica to use now, with the session's place on it; None when no replica is ready.
-
-        A session stays where its cache is. When that stream has gone it starts afresh, elsewhere if it can.
-        """
-        if self.replica is not None and self.replica.ready and self.replica.generation == self._generation:
-            return self.replica
-        chosen = self._pool.pick(avoid=self.replica)
-        self.leave()
-        if chosen is not None:
-            self.replica = chosen
-            self._generation = chosen.generation
-            chosen.sessions += 1
-        return chosen
-
-    @property
-    def opened(self) -> bool:
-        """Whether the replica knows the session."""
-        return self.cached_length > 0
-
-    def forget(self) -> None:
-        """The replica's cache is not what it should be: the next item rebuilds it from token 0."""
-        self.cached_length = 0
-
-    def leave(self) -> None:
-        """Gives the seat up."""
-        if self.replica is not None:
-            self.replica.release(self.request_id, self._generation)
-            self.replica.sessions -= 1
-            self.replica = None
-        self.cached_length = 0

@@ -29,14 +29,16 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A client may ping each 10 s, with or without a call; by default that ends its connection.
+    # A client may ping each second, with or without a call; by default that ends its connection.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_INTERVAL_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Find peers that vanished without a word: their sessions hold cache slots.
+    # Find peers that vanished without a word: their sessions hold cache slots. It is the ping's own timeout that counts:
+    # grpc.keepalive_timeout_ms alone leaves it at a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
 )
 
 _PLAIN_TEXT = ServerFiles()

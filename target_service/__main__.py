@@ -27,7 +27,7 @@ def main() -> int:
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         # torch and transformers take seconds to import, and health answers meanwhile.
         from tandem.engine import loading
-        from tandem.engine.engine import Engine
+        from tandem.engine.engine import Engine, WaitingLimits
         from tandem.engine.scheduler import StepLimits
         from target_service.verifier import Verifier
 
@@ -43,6 +43,7 @@ def main() -> int:
             verifier,
             loop,
             limits=limits,
+            waiting=WaitingLimits(settings.max_waiting, settings.max_waiting_seconds),
             on_death=on_death,
             reuse_prefixes=settings.prefix_reuse,
             debug_invariants=settings.debug_invariants,

@@ -95,6 +95,22 @@ class TargetConfig:
         check=lambda value: 32 <= value <= 65536,
         expected="32 to 65536",
     )
+    max_waiting: int = setting(
+        "TANDEM_TARGET_MAX_WAITING",
+        256,
+        help="requests that may wait for a cache slot, first come first served; more are refused",
+        parse=int,
+        check=lambda value: 0 <= value <= 65536,
+        expected="0 to 65536",
+    )
+    max_waiting_seconds: float = setting(
+        "TANDEM_TARGET_MAX_WAITING_SECONDS",
+        30.0,
+        help="longest wait for a cache slot",
+        parse=float,
+        check=lambda value: 0 <= value <= 3600,
+        expected="0 to 3600",
+    )
     prefix_reuse: bool = setting(
         "TANDEM_TARGET_PREFIX_REUSE",
         True,

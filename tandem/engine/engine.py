@@ -35,6 +35,18 @@ MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingLimits:
+    """How many new sessions may wait for a cache slot, in the order in which they came, and for how long."""
+
+    sessions: int = 0
+    """More are refused at once."""
+    seconds: float = 30.0
+
+
+NO_WAITING = WaitingLimits()
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start, and levels now; written by the step thread, to be read from anywhere."""
@@ -55,6 +67,7 @@ class EngineStats:
     sessions: int = 0
     slots_used: int = 0
     running: int = 0
+    waiting: int = 0
 
 
 class Engine(Generic[JobT]):
@@ -67,6 +80,7 @@ class Engine(Generic[JobT]):
         loop: asyncio.AbstractEventLoop,
         *,
         limits: StepLimits,
+        waiting: WaitingLimits = NO_WAITING,
         on_death: Callable[[], None],
         reuse_prefixes: bool = True,
         debug_invariants: bool = False,
@@ -80,6 +94,9 @@ class Engine(Generic[JobT]):
         self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
         self._jobs: dict[Session, JobT] = {}
+        self._waiting_limits = waiting
+        self._waiting: dict[Session, float] = {}
+        """Sessions without a slot, in the order in which they came, with the time at which they came."""
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
         self._draining = False
         self._drained = asyncio.Event()
@@ -152,27 +169,31 @@ class Engine(Generic[JobT]):
         session.sampling = sampling
         self._replace_running(session, item.cache_epoch)
         session.apply(item.prefix, job.block, self._lm.max_length, self._lm.padded_vocabulary_size)
-        reused = 0
-        if session.slot is None:
-            self._seat(session)
-            reused = session.cached_length
         job.session, job.stream, job.sampling = session, stream, sampling
-        job.work.prefill_tokens = session.prefix_length - session.cached_length
-        job.work.reused_tokens = reused
+        seated = session.slot is not None
+        if not seated and not self._seat(session):
+            self._wait(session)
         if known is None:
             stream.sessions[item.request_id] = session
             self._sessions += 1
-        self._method.begin(job)
         self._jobs[session] = job
+        if session.slot is not None:
+            self._begin(job, reused=0 if seated else session.cached_length)
+
+    def _begin(self, job: JobT, reused: int) -> None:
+        """The session has its slot: the job takes part from the next step on."""
+        job.work.prefill_tokens = job.session.prefix_length - job.session.cached_length
+        job.work.reused_tokens = reused
+        self._method.begin(job)
         self._scheduler.add(job)
 
-    def _seat(self, session: Session) -> None:
-        """Gives the session a slot, and what of its prefix the cache holds already; raises ItemFault if all are taken."""
+    def _seat(self, session: Session) -> bool:
+        """Gives the session a slot, and what of its prefix the cache holds already; False if no slot is free for it."""
+        if self._waiting and next(iter(self._waiting)) is not session:
+            return False
         seat = self._slots.acquire(session)
         if seat is None:
-            raise ItemFault(
-                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"all {self._slots.slots} cache slots are in use"
-            )
+            return False
         session.slot = seat.slot
         try:
             for move in seat.moves:
@@ -184,6 +205,48 @@ class Engine(Generic[JobT]):
         self.stats.prefix_tokens += session.prefix_length
         self.stats.shared_tokens += seat.shared
         self.stats.shared_sessions += seat.shared > 0
+        return True
+
+    def _wait(self, session: Session) -> None:
+        """Puts the session last in the queue, or leaves it where it is there; raises ItemFault if that is full."""
+        if session in self._waiting:
+            return
+        if len(self._waiting) >= self._waiting_limits.sessions:
+            raise ItemFault(
+                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED,
+                f"all {self._slots.slots} cache slots are in use, and {len(self._waiting)} sessions wait for one",
+            )
+        self._waiting[session] = time.monotonic()
+        seconds = self._waiting_limits.seconds
+        self._call_loop(partial(self._loop.call_later, seconds, self._thread.post, self._end_long_waits))
+
+    def _seat_waiting(self) -> None:
+        """Slots may be free: they go to those who wait, first come first served."""
+        for session in list(self._waiting):
+            job = self._jobs.get(session)
+            if job is not None:  # else its last item was refused, and the next one may wait again
+                try:
+                    if not self._seat(session):
+                        return
+                    self._begin(job, reused=session.cached_length)
+                except Exception as error:  # noqa: BLE001 - logged and answered
+                    self._fail_running(job, error)
+            del self._waiting[session]
+
+    def _end_long_waits(self) -> None:
+        latest = time.monotonic() - self._waiting_limits.seconds
+        for session in [session for session, since in self._waiting.items() if since <= latest]:
+            fault = f"no cache slot became free within {self._waiting_limits.seconds:g} s"
+            self._turn_away(session, ItemFault(worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, fault))
+
+    def _turn_away(self, session: Session, fault: ItemFault) -> None:
+        """Ends the wait of a session, and the session; one whose last item was refused has nothing to wait for."""
+        del self._waiting[session]
+        job = self._jobs.get(session)
+        if job is not None:
+            self._end(session)
+            del job.stream.sessions[session.request_id]
+            self._fail(job.stream, session.request_id, job.cache_epoch, fault, session)
 
     def _copy(self, move: Move) -> None:
         self._lm.copy_tokens(move.source, move.target, move.start, move.end)
@@ -237,6 +300,7 @@ class Engine(Generic[JobT]):
             if job is not None:
                 fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
                 self._fail(stream, request_id, job.cache_epoch, fault, session)
+        self._seat_waiting()
         self._count_levels()
 
     def _close(self, stream: Stream) -> None:
@@ -245,6 +309,7 @@ class Engine(Generic[JobT]):
             self._end(session)
         stream.sessions.clear()
         self._answers.pop(stream, None)
+        self._seat_waiting()
         self._count_levels()
 
     def _end(self, session: Session) -> JobT | None:
@@ -253,12 +318,15 @@ class Engine(Generic[JobT]):
         if job is not None:
             self._scheduler.remove(job)
         self._sessions -= 1
+        self._waiting.pop(session, None)
         if session.slot is not None:
             self._slots.release(session)
         return job
 
     def _start_draining(self) -> None:
         self._draining = True
+        for session in list(self._waiting):
+            self._turn_away(session, ItemFault(worker_pb2.ERROR_REASON_DRAINING, "shutting down: no slot any more"))
 
     def _run_for(self, function: Callable[[], None], done: asyncio.Future[None]) -> None:
         try:
@@ -282,6 +350,7 @@ class Engine(Generic[JobT]):
         self.stats.sessions = self._sessions
         self.stats.slots_used = self._slots.used
         self.stats.running = len(self._scheduler)
+        self.stats.waiting = len(self._waiting)
         if self._draining and not self._sessions:
             self._call_loop(self._drained.set)
 
@@ -378,7 +447,7 @@ class Engine(Generic[JobT]):
             answers, self._answers = self._answers, defaultdict(list)
             self._call_loop(partial(_deliver, answers))
 
-    def _call_loop(self, function: Callable[[], None]) -> None:
+    def _call_loop(self, function: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:

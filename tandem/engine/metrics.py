@@ -33,6 +33,7 @@ class EngineCollector(Collector):
             "tandem_kv_cache_usage_perc", "Share of the cache slots in use, 0 to 1", stats.slots_used / slots
         )
         yield GaugeMetricFamily("tandem_sessions", "Requests known", stats.sessions)
+        yield GaugeMetricFamily("tandem_sessions_waiting", "Requests that wait for a cache slot", stats.waiting)
         yield GaugeMetricFamily("tandem_items_running", "Items admitted and not answered: the queue", stats.running)
         # A forward's size and time are summed up by the engine anyway: count and sum of a summary without quantiles.
         yield SummaryMetricFamily("tandem_batch_size", "Items in a forward", stats.forwards, stats.feeds)

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from orchestrator.admission import Admission
-from orchestrator.worker_stream import Replica, ReplicaPool, StreamLost, WorkerKind
+from orchestrator.replica_pool import ReplicaPool
+from orchestrator.worker_stream import Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, orchestrator_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
@@ -102,7 +103,11 @@ def _serialized(message: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    environment = {"TANDEM_TARGET_SLOTS": str(SLOTS), "TANDEM_DRAFT_SLOTS": str(SLOTS)}
+    environment = {
+        "TANDEM_TARGET_SLOTS": str(SLOTS),
+        "TANDEM_DRAFT_SLOTS": str(SLOTS),
+        "TANDEM_TARGET_MAX_WAITING": "0",
+    }
     for role in METHODS:
         environment[f"TANDEM_{role.upper()}_METRICS_LISTEN"] = f"127.0.0.1:{free_port()}"
     folder = tmp_path_factory.mktemp("garbage")

@@ -10,7 +10,7 @@ import numpy as np
 
 from draft_service.drafter import ModelDrafter
 from tandem.engine.causal_lm import CausalLM
-from tandem.engine.engine import Engine
+from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.stream import Answer, Stream
 from tandem.v1 import draft_pb2, sampling_pb2, target_pb2, worker_pb2
@@ -122,9 +122,17 @@ class Engines:
         self._made: list[Engine[Any]] = []
         self.deaths = 0
 
-    def target(self, lm: CausalLM, *, reuse: bool = True, checked: bool = True, **limits: int) -> Engine[Any]:
+    def target(
+        self,
+        lm: CausalLM,
+        *,
+        reuse: bool = True,
+        checked: bool = True,
+        waiting: WaitingLimits = NO_WAITING,
+        **limits: int,
+    ) -> Engine[Any]:
         method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
-        return self._start(lm, method, limits, reuse=reuse, checked=checked)
+        return self._start(lm, method, limits, reuse=reuse, checked=checked, waiting=waiting)
 
     def draft(self, lm: CausalLM, support_size: int = 64, *, reuse: bool = True, **limits: int) -> Engine[Any]:
         return self._start(lm, ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA), limits, reuse=reuse)
@@ -137,7 +145,14 @@ class Engines:
             engine.stop()
 
     def _start(
-        self, lm: CausalLM, method: Any, limits: dict[str, int], *, reuse: bool = True, checked: bool = True
+        self,
+        lm: CausalLM,
+        method: Any,
+        limits: dict[str, int],
+        *,
+        reuse: bool = True,
+        checked: bool = True,
+        waiting: WaitingLimits = NO_WAITING,
     ) -> Engine[Any]:
         engine = Engine(
             lm,
@@ -145,6 +160,7 @@ class Engines:
             asyncio.get_running_loop(),
             limits=StepLimits(**limits),
             on_death=self._died,
+            waiting=waiting,
             reuse_prefixes=reuse,
             debug_invariants=checked,
         )

@@ -60,6 +60,7 @@ WORKER_SERIES = {
     "tandem_prefix_cache_hits_total",
     "tandem_prefix_cache_queries_total",
     "tandem_sessions",
+    "tandem_sessions_waiting",
     "tandem_step_seconds_sum",
     "tandem_trace_spans_total",
 }

@@ -26,6 +26,7 @@ def worker_process(role: str, folder: Path, *, cold: bool = False, **settings: s
         "SLOTS": str(SLOTS),
         "CONTEXT_LENGTH": str(CONTEXT),
         "THREADS": "1",
+        "MAX_WAITING": "0",
     }
     prefixed = {f"TANDEM_{role.upper()}_{name}": value for name, value in {**defaults, **settings}.items()}
     environment = {"TANDEM_DEBUG_INVARIANTS": "1", "TANDEM_LOG_FORMAT": "json", "TANDEM_DRAIN_SECONDS": "3"}
