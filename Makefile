@@ -25,7 +25,7 @@ INSTALL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv proto models demo up down status test lint bench draft-model constraints clean
+.PHONY: help venv proto models demo up down status test soak lint bench draft-model constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ status: $(INSTALL) ## show what runs
 
 test: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## all tests, against a real store and real services
 	$(BIN)/pytest $(ARGS)
+
+soak: $(INSTALL) $(PROTO) ## 2,000 requests that end in all ways, against a stack that must be as it was afterwards
+	TANDEM_SOAK_REQUESTS=2000 $(BIN)/pytest -s --timeout 3000 tests/e2e/test_load.py -k soak
 
 lint: $(INSTALL) $(PROTO) ## style, types, import rules, the contract
 	$(BIN)/ruff check .

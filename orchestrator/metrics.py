@@ -6,6 +6,7 @@ docs/observability.md has the definitions.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -140,8 +141,19 @@ class Metrics:
         waiting = Gauge("tandem_num_requests_waiting", "Requests waiting for a place", registry=self._registry)
         waiting.set_function(lambda: runtime.admission.waiting)
         ready = Gauge("tandem_replicas_ready", "Connected, compatible workers", ["role"], registry=self._registry)
+        seats = Gauge("tandem_worker_sessions", "Sessions at the workers", ["role"], registry=self._registry)
+        pending = Gauge(
+            "tandem_worker_items_pending",
+            "Items sent to the workers and not answered",
+            ["role"],
+            registry=self._registry,
+        )
         for role, pool in (("draft", runtime.drafts), ("target", runtime.targets)):
             ready.labels(role=role).set_function(partial(_ready_replicas, pool))
+            seats.labels(role=role).set_function(partial(_seats, pool))
+            pending.labels(role=role).set_function(partial(_pending_items, pool))
+        tasks = Gauge("tandem_event_loop_tasks", "Tasks of the event loop", registry=self._registry)
+        tasks.set_function(partial(_tasks, asyncio.get_running_loop()))
 
     def gamma_chosen(self, choice: Choice) -> None:
         """A round of an adaptive request begins."""
@@ -225,3 +237,15 @@ class StoreMetrics:
 
 def _ready_replicas(pool: ReplicaPool[Any, Any]) -> int:
     return sum(replica.ready for replica in pool.replicas)
+
+
+def _seats(pool: ReplicaPool[Any, Any]) -> int:
+    return sum(replica.sessions for replica in pool.replicas)
+
+
+def _pending_items(pool: ReplicaPool[Any, Any]) -> int:
+    return sum(replica.pending_items for replica in pool.replicas)
+
+
+def _tasks(loop: asyncio.AbstractEventLoop) -> int:
+    return len(asyncio.all_tasks(loop))

@@ -133,6 +133,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                     await self._write(call, response)
         except STORE_FAULTS as fault:
             raise as_failure(fault) from fault
+        except RequestFailed:
+            # Told to come again, or ended for another reason: what nobody can resume is not left lying.
+            await asyncio.shield(self._runtime.sessions.abandon(session))
+            raise
         except asyncio.CancelledError:
             # The caller is gone: it cancelled, its deadline passed, or its connection broke.
             await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))

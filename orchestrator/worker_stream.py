@@ -147,6 +147,11 @@ class Replica(Generic[ItemT, AnswerT]):
         return self.retired or self.draining
 
     @property
+    def pending_items(self) -> int:
+        """Items that are not answered."""
+        return len(self._pending)
+
+    @property
     def slots(self) -> int:
         """Sessions that its cache has room for."""
         return self.info.slots if self.info is not None else 0

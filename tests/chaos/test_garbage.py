@@ -243,7 +243,11 @@ def _scramble(message: Any, rng: random.Random) -> None:
     """Puts nonsense into up to three fields, however deep."""
     for _ in range(rng.randint(1, 3)):
         field = rng.choice([field for field in message.DESCRIPTOR.fields if field.name != "request_id"])
-        if field.message_type is not None:
+        if field.message_type is not None and field.is_repeated:
+            del getattr(message, field.name)[:]
+            for _ in range(rng.randint(0, 4)):
+                _scramble(getattr(message, field.name).add(), rng)
+        elif field.message_type is not None:
             _scramble(getattr(message, field.name), rng)
         elif field.is_repeated:
             del getattr(message, field.name)[:]
