@@ -1,4 +1,4 @@
-"""`python -m bench [all | overhead | pair | tracing]`: prints tables, and writes the numbers where --json says."""
+"""`python -m bench [all | overhead | pair | serving | tracing]`: prints tables, and writes the numbers where --json says."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from . import overhead, pair, tables, tracing_cost
+from . import overhead, pair, serving, tables, tracing_cost
 from .machine import load_average, this_machine
 from .profile import profile_tables
 from .prompts import PROMPT_CLASSES
 from .services import ServiceFailed
+from .serving_results import serving_goals, serving_tables
 
 WIDTH = 150
 QUICK_GAMMAS = (2, 3)
 QUICK_TOKENS = 40
 QUICK_ROUNDS = 200
+QUICK_REQUESTS = (1, 4, 16)
+QUICK_SERVING_TOKENS = 16
 QUICK_CASES = (("chat", 0.0), ("chat", 0.7), ("code", 0.0), ("copying", 0.0), ("prose", 1.0))
 
 
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _with_default(arguments: Sequence[str]) -> list[str]:
     """No sub-command means `all`."""
-    if arguments and (arguments[0] in ("all", "overhead", "pair", "tracing", "-h", "--help")):
+    if arguments and (arguments[0] in ("all", "overhead", "pair", "serving", "tracing", "-h", "--help")):
         return list(arguments)
     return ["all", *arguments]
 
@@ -60,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     alone = commands.add_parser("overhead", help="a round beside the models: time, CPU, bytes")
     both = commands.add_parser("pair", help="speed-up of a pair of models, beside the cost model's prediction")
     traced = commands.add_parser("tracing", help="what tracing costs the orchestrator")
-    for command in (everything, alone, both, traced):
+    crowd = commands.add_parser("serving", help="many requests at the same time, and prompts with a common beginning")
+    for command in (everything, alone, both, crowd, traced):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     everything.set_defaults(quick=True)
     _add_overhead_arguments(alone)
@@ -69,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     traced.add_argument("--rounds", type=int, default=20, help="rounds of each request")
     traced.add_argument("--waves", type=int, default=8, help="times that so many requests run in one measurement")
     traced.add_argument("--repeats", type=int, default=9)
+    _add_serving_arguments(crowd)
     return parser
 
 
@@ -98,6 +103,22 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=12, help="timings of each worker step")
     parser.add_argument("--overhead-ms", type=float, help="C_o of the prediction; measured first if not given")
     parser.add_argument("--quick", action="store_true", help="few combinations: two minutes instead of ten or more")
+
+
+def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
+    default = serving.ServingOptions()
+    parser.add_argument("--target", type=Path, default=default.target, help="folder of the target model")
+    parser.add_argument("--draft", type=Path, default=default.draft, help="folder of the draft model")
+    parser.add_argument("--dtype", default=default.dtype)
+    parser.add_argument("--threads", type=int, default=default.threads, help="CPU threads of each model")
+    parser.add_argument("--requests", type=_numbers, help="requests at the same time: 1,2,4,8,16,32,64")
+    parser.add_argument("--gamma", type=_numbers, default=default.gammas, help="draft tokens of a round: 0,5")
+    parser.add_argument("--tokens", type=int, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, help="runs of each case, each side taking turns")
+    parser.add_argument(
+        "--shared-tokens", type=int, default=default.shared_tokens, help="tokens of the common beginning"
+    )
+    parser.add_argument("--quick", action="store_true", help="few requests, few tokens, once: some minutes")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -137,6 +158,11 @@ def _measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         results["tracing"] = cost
         goals += tables.tracing_goals(cost)
         _print(console, [tables.tracing_table(cost)])
+    if options.command == "serving":
+        serving_found = uvloop.run(serving.measure(_serving_options(options)))
+        results["serving"] = serving_found
+        goals += serving_goals(serving_found)
+        _print(console, serving_tables(serving_found))
     machine = dataclasses.replace(machine, load_after=load_average())
     _print(console, [tables.goals_table(goals), *tables.machine_lines(machine)])
     return {"machine": machine, **results, "goals": goals}
@@ -196,6 +222,21 @@ def _pair_options(options: argparse.Namespace, found: overhead.OverheadResult | 
         prompts=options.prompts,
         samples=options.samples,
         overhead=_overhead_ms(None) if options.overhead_ms is None else options.overhead_ms,
+    )
+
+
+def _serving_options(options: argparse.Namespace) -> serving.ServingOptions:
+    default = serving.ServingOptions()
+    return serving.ServingOptions(
+        target=options.target,
+        draft=options.draft,
+        dtype=options.dtype,
+        threads=options.threads,
+        concurrencies=options.requests or (QUICK_REQUESTS if options.quick else default.concurrencies),
+        gammas=options.gamma,
+        max_tokens=options.tokens or (QUICK_SERVING_TOKENS if options.quick else default.max_tokens),
+        repeats=options.repeats or (1 if options.quick else default.repeats),
+        shared_tokens=options.shared_tokens,
     )
 
 

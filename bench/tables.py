@@ -48,7 +48,7 @@ def machine_lines(machine: Machine) -> list[str]:
 
 def overhead_tables(result: OverheadResult) -> list[Table]:
     """Time and bytes."""
-    times = _table(
+    times = results_table(
         f"A round beside the models: orchestrator, wire, commit (k = {result.support_size}; ms)",
         (
             "requests",
@@ -79,7 +79,7 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
         "of it not ours: time in the stand-ins for draft and target, part of the round. items: in one message. "
         f"A bare echo over a stream takes {result.echo_p50:.2f} ms here; a round of one request crosses two, and the caller's."
     )
-    sizes = _table(
+    sizes = results_table(
         f"Bytes of a round (gamma {result.gamma}, k {result.support_size})",
         ("vocabulary", "Propose", "Proposal", "Verify", "Verdict", "total"),
     )
@@ -126,14 +126,14 @@ def pair_tables(result: PairResult) -> list[Table]:
         f"{result.target} with {result.draft}: {result.dtype}, {result.threads} thread each, one request, "
         f"up to {result.max_tokens} tokens"
     )
-    speed = _table(
+    speed = results_table(
         title,
         (
             *("prompts", "T", "gamma", "plain tok/s", "tok/s", "speed-up", "predicted", "ratio", "tok/round"),
             *("TTFT 0/g ms", "accepted by position"),
         ),
     )
-    rounds = _table(
+    rounds = results_table(
         "A round in ms, and the times that the prediction is made of",
         ("prompts", "T", "gamma", "C_t(1)", "plain round", "C_d", "C_t(g+1)", "C_o", "round", "round - C_d - C_t"),
     )
@@ -162,7 +162,7 @@ def pair_tables(result: PairResult) -> list[Table]:
 
 
 def _by_gamma(rows: Sequence[PairRow]) -> Table:
-    table = _table("All prompts: medians", ("gamma", "speed-up", "predicted", "ratio", "slower than plain"))
+    table = results_table("All prompts: medians", ("gamma", "speed-up", "predicted", "ratio", "slower than plain"))
     for gamma in sorted({row.gamma for row in rows}):
         chosen = [row for row in rows if row.gamma == gamma]
         losing = [f"{row.prompts} T={row.temperature:g} {row.speedup:.2f}x" for row in chosen if row.speedup < 1]
@@ -205,14 +205,14 @@ def pair_goals(result: PairResult) -> list[Goal]:
 
 def goals_table(goals: Sequence[Goal]) -> Table:
     """Reached or not."""
-    table = _table("Goals", ("", "measured", "goal", ""))
+    table = results_table("Goals", ("", "measured", "goal", ""))
     for goal in goals:
         style = "green" if goal.reached else "red"
         table.add_row(goal.name, goal.value, goal.goal, "reached" if goal.reached else "missed", style=style)
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def results_table(title: str, columns: Sequence[str]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

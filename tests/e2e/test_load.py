@@ -269,6 +269,7 @@ def test_soak_leaves_nothing_behind(watched: Watched) -> None:
     assert after.tasks <= before.tasks + 2
     for service in watched.metrics:
         assert after.threads[service] <= before.threads[service] + 2
-        assert after.files[service] <= before.files[service] + 3
+        # The store's pool of connections may still grow by a few; a file for each request that broke would be more.
+        assert after.files[service] <= before.files[service] + 8
         assert after.memory[service] - before.memory[service] < 24 << 20
     assert generate(watched.channel, PROMPT, **CANARY).seen == canary.seen

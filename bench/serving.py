@@ -1,0 +1,207 @@
+"""`python -m bench serving`: many requests at the same time, beside the same requests one by one.
+
+Two orchestrators share one draft and one target: one runs all requests together, the other a single one at a time. The
+two sides take turns, so that a machine whose speed drifts treats both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.v1 import orchestrator_pb2 as api
+
+from .caller import generate, generate_together
+from .pair import DRAFT, TARGET
+from .services import free_address, running, running_store
+from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case
+from .statistic import median
+
+DRAFT_SECONDS = 60.0
+LARGEST_TOKEN_ID = 512
+"""Prompts are of ids below this, which every model has."""
+FIRST_TOKEN_ID = 3
+PROMPT_TOKENS = 32
+QUESTION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """What to measure."""
+
+    target: Path = TARGET
+    draft: Path = DRAFT
+    dtype: str = "float32"
+    threads: int = 1
+    concurrencies: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    gammas: Sequence[int] = (0, 5)
+    max_tokens: int = 48
+    repeats: int = 2
+    alone: int = 4
+    """Requests of the other side in each repeat, one after the other: its rate does not depend on how many there are."""
+    shared_tokens: int = 1000
+    prefix_trials: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    together: grpc.aio.Channel
+    alone: grpc.aio.Channel
+    orchestrator: psutil.Process
+    target_metrics: str
+    options: ServingOptions
+
+
+async def measure(options: ServingOptions) -> ServingResult:
+    """Runs all cases."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        async with _running(options, Path(folder)) as bench:
+            await _warm_up(bench)
+            cases = [
+                await _case(bench, concurrency, gamma)
+                for concurrency, gamma in itertools.product(options.concurrencies, options.gammas)
+            ]
+            prefix = await _prefix(bench)
+    return ServingResult(options.target.name, options.draft.name, options.max_tokens, cases, prefix)
+
+
+async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
+    together, alone = [], []
+    for repeat in range(bench.options.repeats):
+        first = 1000 * repeat
+        together.append(await _load(bench, bench.together, _requests(bench, concurrency, gamma, first)))
+        few = min(concurrency, bench.options.alone)
+        alone.append(await _load(bench, bench.alone, _requests(bench, few, gamma, first + 500)))
+    return serving_case(concurrency, gamma, together, alone)
+
+
+def _requests(bench: _Bench, count: int, gamma: int, first: int) -> list[api.GenerateRequest]:
+    """Different prompts, none of which shares its beginning with another."""
+    return [_request(bench, _token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
+
+
+def _token_ids(seed: int, count: int) -> list[int]:
+    drawn = np.random.default_rng(seed).integers(FIRST_TOKEN_ID, LARGEST_TOKEN_ID, count)
+    return [int(token_id) for token_id in drawn]
+
+
+def _request(bench: _Bench, prompt: Sequence[int], gamma: int) -> api.GenerateRequest:
+    return api.GenerateRequest(
+        token_ids=api.TokenIds(ids=prompt),
+        max_tokens=bench.options.max_tokens,
+        temperature=0.0,
+        num_speculative_tokens=gamma,
+        ignore_eos=True,
+    )
+
+
+async def _load(bench: _Bench, channel: grpc.aio.Channel, requests: Sequence[api.GenerateRequest]) -> Load:
+    forwards, items = _batches(bench.target_metrics)
+    cpu = _cpu_seconds(bench.orchestrator)
+    heard = await generate_together(channel, requests)
+    cpu = _cpu_seconds(bench.orchestrator) - cpu
+    forwards_after, items_after = _batches(bench.target_metrics)
+    for each in heard:
+        if each.finish.speculation.degraded_rounds or each.finish.speculation.rebuilds:
+            raise AssertionError(f"the rounds were not what was to be measured: {each.finish.speculation}")
+    return Load(heard, forwards_after - forwards, items_after - items, cpu)
+
+
+async def _prefix(bench: _Bench) -> PrefixResult:
+    """The same beginning with and without what the cache has of it, taking turns."""
+    options = bench.options
+    beginning = _token_ids(1, options.shared_tokens)
+    cold, warm = [], []
+    for trial in range(options.prefix_trials + 1):
+        for times, salt in ((cold, f"trial {trial}"), (warm, "all trials")):
+            request = _request(bench, [*beginning, *_token_ids(2 + trial, QUESTION_TOKENS)], max(options.gammas))
+            request.max_tokens = 2
+            request.cache_salt = salt
+            heard = await generate(bench.together, request)
+            if trial:  # the first one fills the cache
+                times.append(1000 * heard.first_token_seconds)
+    return PrefixResult(options.shared_tokens, median(cold), median(warm))
+
+
+def _batches(address: str) -> tuple[float, float]:
+    """Forwards of the target so far, and the items in them."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    samples = {
+        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    return samples["tandem_batch_size_count"], samples["tandem_batch_size_sum"]
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def _warm_up(bench: _Bench) -> None:
+    """What is made on first use is made, and both orchestrators, which are ready without a draft, have found it."""
+    deadline = time.monotonic() + DRAFT_SECONDS
+    for channel, gamma in itertools.product((bench.together, bench.alone), bench.options.gammas):
+        request = _request(bench, _token_ids(0, PROMPT_TOKENS), gamma)
+        while (await generate(channel, request)).finish.speculation.degraded_rounds:
+            if time.monotonic() > deadline:
+                raise AssertionError("an orchestrator found no draft")
+
+
+@contextlib.asynccontextmanager
+async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Bench]:
+    workers = {"draft": free_address(), "target": free_address()}
+    metrics = free_address()
+    most = max(options.concurrencies)
+    with running_store(folder) as redis_url, contextlib.ExitStack() as services:
+        for role, model in (("draft", options.draft), ("target", options.target)):
+            prefix = f"TANDEM_{role.upper()}"
+            environment = {
+                f"{prefix}_LISTEN": workers[role],
+                f"{prefix}_MODEL": str(model),
+                f"{prefix}_DTYPE": options.dtype,
+                f"{prefix}_THREADS": str(options.threads),
+                f"{prefix}_SLOTS": str(most + 1),
+                f"{prefix}_CONTEXT_LENGTH": str(options.shared_tokens + QUESTION_TOKENS + options.max_tokens + 32),
+                "OMP_NUM_THREADS": str(options.threads),
+            }
+            if role == "target":
+                environment["TANDEM_TARGET_METRICS_LISTEN"] = metrics
+            service = services.enter_context(running(f"{role}_service", ["-m", f"{role}_service"], environment, folder))
+            service.wait_serving(workers[role])
+        listen = {}
+        processes = {}
+        for name, places in (("together", most), ("alone", 1)):
+            listen[name] = free_address()
+            environment = {
+                "TANDEM_ORCHESTRATOR_LISTEN": listen[name],
+                "TANDEM_DRAFT_ADDRESSES": workers["draft"],
+                "TANDEM_TARGET_ADDRESSES": workers["target"],
+                "TANDEM_TOKENIZER": str(options.target),
+                "TANDEM_REDIS_URL": redis_url,
+                "TANDEM_MAX_RUNNING_REQUESTS": str(places),
+                "TANDEM_MAX_WAITING_SECONDS": "600",
+                # A slow machine must not turn a round of speculation into a plain one.
+                "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
+            }
+            service = services.enter_context(
+                running(f"orchestrator-{name}", ["-m", "orchestrator"], environment, folder)
+            )
+            service.wait_serving(listen[name])
+            processes[name] = psutil.Process(service.process.pid)
+        async with (
+            grpc.aio.insecure_channel(listen["together"]) as together,
+            grpc.aio.insecure_channel(listen["alone"]) as alone,
+        ):
+            yield _Bench(together, alone, processes["together"], metrics, options)

@@ -1,0 +1,180 @@
+"""What a serving run comes to: rates, latencies, batches and CPU of each case, and the other side beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from .caller import Heard
+from .statistic import median, quantile
+from .tables import Goal, results_table
+
+BATCHING_GOAL = 3.0
+"""Tokens a second of 16 requests together, over the same requests one by one."""
+BATCHING_REQUESTS = 16
+PREFIX_GOAL = 0.25
+"""Time to the first token with a cached prefix, over that without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run of some requests at the same time: what was heard, and what the services counted meanwhile."""
+
+    heard: Sequence[Heard]
+    forwards: float
+    """Forwards of the target."""
+    items: float
+    """Items in them."""
+    orchestrator_cpu: float
+    """Seconds."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        return sum(sum(each.tokens) for each in self.heard)
+
+    @property
+    def seconds(self) -> float:
+        """From the first call to the last response."""
+        return max(each.arrivals[-1] for each in self.heard) - min(each.asked for each in self.heard)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Quantiles, in milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServingCase:
+    """A number of requests at the same time, at one gamma."""
+
+    concurrency: int
+    gamma: int
+    tokens_per_second: float
+    alone_tokens_per_second: float
+    """The other side: the same services, one request after the other."""
+    first_token: Latency
+    per_output_token: Latency
+    batch_size: float
+    """Items in a forward of the target."""
+    orchestrator_cpu: float
+    """Milliseconds for a token."""
+
+    @property
+    def batching_gain(self) -> float:
+        """Times the tokens a second of one by one."""
+        return self.tokens_per_second / self.alone_tokens_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixResult:
+    """Time to the first token of prompts that share their beginning, in milliseconds: medians."""
+
+    shared_tokens: int
+    cold: float
+    warm: float
+
+    @property
+    def ratio(self) -> float:
+        """Warm over cold."""
+        return self.warm / self.cold
+
+
+@dataclass(frozen=True, slots=True)
+class ServingResult:
+    """All that was measured."""
+
+    target: str
+    draft: str
+    max_tokens: int
+    cases: list[ServingCase]
+    prefix: PrefixResult
+
+
+def serving_case(concurrency: int, gamma: int, together: Sequence[Load], alone: Sequence[Load]) -> ServingCase:
+    """A case out of its repeats."""
+    heard = [each for load in together for each in load.heard]
+    per_token = [
+        (each.arrivals[-1] - each.arrivals[0]) / (sum(each.tokens) - each.tokens[0])
+        for each in heard
+        if sum(each.tokens) > each.tokens[0]
+    ]
+    return ServingCase(
+        concurrency=concurrency,
+        gamma=gamma,
+        tokens_per_second=median([load.tokens / load.seconds for load in together]),
+        alone_tokens_per_second=median([load.tokens / load.seconds for load in alone]),
+        first_token=_latency([each.first_token_seconds for each in heard]),
+        per_output_token=_latency(per_token),
+        batch_size=sum(load.items for load in together) / max(1.0, sum(load.forwards for load in together)),
+        orchestrator_cpu=1000 * sum(load.orchestrator_cpu for load in together) / sum(load.tokens for load in together),
+    )
+
+
+def _latency(seconds: Sequence[float]) -> Latency:
+    return Latency(*(1000 * quantile(seconds, share) for share in (0.5, 0.95, 0.99)))
+
+
+def serving_tables(result: ServingResult) -> list[Table]:
+    """Load and prefix."""
+    cases = results_table(
+        f"Requests at the same time: {result.target} with {result.draft}, {result.max_tokens} tokens each, greedy",
+        ("requests", "gamma", "tokens/s", "one by one", "gain", "TTFT p50/p95/p99", "TPOT p50/p95/p99", "batch", "CPU"),
+    )
+    for case in result.cases:
+        cases.add_row(
+            str(case.concurrency),
+            str(case.gamma),
+            f"{case.tokens_per_second:.1f}",
+            f"{case.alone_tokens_per_second:.1f}",
+            f"{case.batching_gain:.2f}x",
+            _shown(case.first_token, 0),
+            _shown(case.per_output_token, 1),
+            f"{case.batch_size:.1f}",
+            f"{case.orchestrator_cpu:.2f}",
+        )
+    cases.caption = (
+        "one by one: the same services behind an orchestrator that runs one request at a time. TTFT, TPOT: ms to the first "
+        "token and for each one after it. batch: items in a forward of the target. CPU: the orchestrator's, ms for a token."
+    )
+    prefix = results_table(
+        "Time to the first token of prompts with a common beginning (ms)", ("shared", "cold", "warm", "ratio")
+    )
+    found = result.prefix
+    prefix.add_row(str(found.shared_tokens), f"{found.cold:.0f}", f"{found.warm:.0f}", f"{found.ratio:.2f}")
+    prefix.caption = "tokens in common; cold: with a salt of its own, so that nothing is shared; medians, taking turns."
+    return [cases, prefix]
+
+
+def serving_goals(result: ServingResult) -> list[Goal]:
+    """Whether batching is worth it, and the shared prefix."""
+    goals = [
+        Goal(
+            f"{case.concurrency} requests together over one by one, gamma {case.gamma}",
+            f"{case.batching_gain:.2f}x",
+            f"at least {BATCHING_GOAL:g}x",
+            case.batching_gain >= BATCHING_GOAL,
+        )
+        for case in result.cases
+        if case.concurrency == BATCHING_REQUESTS
+    ]
+    ratio = result.prefix.ratio
+    return [
+        *goals,
+        Goal(
+            "first token with a shared prefix, over cold",
+            f"{ratio:.2f}",
+            f"at most {PREFIX_GOAL}",
+            ratio <= PREFIX_GOAL,
+        ),
+    ]
+
+
+def _shown(latency: Latency, digits: int) -> str:
+    return " / ".join(f"{value:.{digits}f}" for value in (latency.p50, latency.p95, latency.p99))
