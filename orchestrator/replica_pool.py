@@ -143,9 +143,7 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         for address in sorted(wanted.keys() - {replica.address for replica in self.replicas}):
             configured = wanted[address]
             name = split(configured)[0] if is_name(configured) else ""
-            self.replicas.append(
-                Replica(address, self._kind, self._check, self._replica_changed, self._security, name)
-            )
+            self.replicas.append(Replica(address, self._kind, self._check, self._replica_changed, self._security, name))
         for replica in list(self.replicas):
             if replica.retired != (replica.address not in wanted):
                 replica.retired = not replica.retired
