@@ -91,7 +91,7 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
 
 def tracing_table(result: TracingResult) -> Table:
     """Throughput and CPU with and without tracing."""
-    table = _table(
+    table = results_table(
         f"What tracing costs the orchestrator: {result.concurrency} requests at once, gamma 5, no model time",
         ("tracing", "rounds/s", "of untraced", "CPU per round (ms)", "of untraced"),
     )

@@ -134,8 +134,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         except STORE_FAULTS as fault:
             raise as_failure(fault) from fault
         except RequestFailed:
-            # Told to come again, or ended for another reason: what nobody can resume is not left lying.
-            await asyncio.shield(self._runtime.sessions.abandon(session))
+            # Told to come again, or ended in mid stream: only what can be resumed is kept.
+            await asyncio.shield(self._runtime.sessions.abandon(session, may_return=completion.length > 0))
             raise
         except asyncio.CancelledError:
             # The caller is gone: it cancelled, its deadline passed, or its connection broke.

@@ -42,7 +42,6 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny-target with tiny-draft" in capsys.readouterr().out
 
 
-<<<<<<< HEAD
 def test_tracing(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     amount = ["--requests", "2", "--rounds", "5", "--waves", "1", "--repeats", "1"]
@@ -50,7 +49,8 @@ def test_tracing(tmp_path: Path) -> None:
     cases = json.loads(file.read_text())["tracing"]["cases"]
     assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
-=======
+
+
 def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
@@ -65,4 +65,3 @@ def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert case["per_output_token"]["p50"] > 0
     assert json.loads(file.read_text())["serving"]["prefix"]["ratio"] > 0
     assert "one by one" in capsys.readouterr().out
->>>>>>> e3b584c (python -m bench serving: many requests beside one by one, and prompts with a common beginning)
