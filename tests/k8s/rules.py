@@ -451,27 +451,18 @@ def variables(cluster: Cluster) -> Iterator[str]:
 
 @rule
 def worker_addresses(cluster: Cluster) -> Iterator[str]:
-    """The orchestrator's list names every pod that there can be, at its port."""
+    """The orchestrator is given the name of each headless Service, which resolves to all of its pods, at its port."""
     for container in cluster.containers():
         if container.module != "orchestrator":
             continue
         environment = cluster.environment(container)
         for role in ("target", "draft"):
-            listed = set(environment[f"TANDEM_{role.upper()}_ADDRESSES"].split(","))
-            workload, service = cluster.by_name[("StatefulSet", role)], cluster.by_name[("Service", role)]
-            port = service["spec"]["ports"][0]["port"]
-            needed = {f"{role}-{number}.{role}:{port}" for number in range(most_replicas(cluster, workload))}
-            for address in sorted(needed ^ listed):
-                what = "missing from" if address in needed else "a name for no pod in"
-                yield f"{container.where}: {address} is {what} TANDEM_{role.upper()}_ADDRESSES"
-
-
-def most_replicas(cluster: Cluster, workload: Object) -> int:
-    """As many as an autoscaler may make of it, or as it says."""
-    for scaler in cluster.of("HorizontalPodAutoscaler"):
-        if scaler["spec"]["scaleTargetRef"]["name"] == workload["metadata"]["name"]:
-            return int(scaler["spec"]["maxReplicas"])
-    return int(workload["spec"]["replicas"])
+            service = cluster.by_name[("Service", role)]
+            if service["spec"].get("clusterIP") != "None":
+                yield f"Service/{role}: its name resolves to one address, not to each pod"
+            needed, given = f"{role}:{service['spec']['ports'][0]['port']}", environment[f"TANDEM_{role.upper()}_ADDRESSES"]
+            if given != needed:
+                yield f"{container.where}: TANDEM_{role.upper()}_ADDRESSES is {given}, not {needed}"
 
 
 @rule

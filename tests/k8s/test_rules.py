@@ -117,7 +117,7 @@ FAULTS = [
         "worker_addresses",
         lambda b: b.settings("orchestrator").update(TANDEM_TARGET_ADDRESSES="target-0.target:50053"),
     ),
-    broken("worker_addresses", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(maxReplicas=9)),
+    broken("worker_addresses", lambda b: b("Service", "draft")["spec"].pop("clusterIP")),
     broken("autoscalers", lambda b: b(*TARGET)["spec"].update(replicas=2)),
     broken("autoscalers", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(minReplicas=9)),
     broken("monitors", lambda b: b("ServiceMonitor", "orchestrator")["spec"]["endpoints"][0].update(port="web")),
