@@ -152,6 +152,14 @@ def test_a_caller_that_stops_reading_is_ended_and_slows_nobody(watched: Watched)
     wait_until_idle(watched)
 
 
+def test_a_request_without_speculation_costs_the_draft_nothing(watched: Watched) -> None:
+    before = watched.scrapes()["draft"]
+    generate(watched.channel, PROMPT, **{**CANARY, "num_speculative_tokens": 0})
+    after = watched.scrapes()["draft"]
+    for name in ("tandem_forwards_total", "tandem_forward_tokens_total", "tandem_prefix_cache_queries_total"):
+        assert after.value(name) == before.value(name)
+
+
 @dataclass(frozen=True)
 class Ledger:
     """What the three processes hold when nothing runs."""

@@ -92,7 +92,7 @@ async def test_solo_equals_crowd(engines: Engines) -> None:
 
     def request(index: int) -> tuple[np.ndarray, list[int], sampling_pb2.Sampling]:
         prompt = random_ids(index, chooser.choice([2, 9, 30, 60]))
-        rounds = [chooser.choice([0, 1, 3, 5]) for _ in range(8)]
+        rounds = [chooser.choice([0, 1, 3, 5]) for _ in range(5)]
         sampling = GREEDY if index % 3 == 0 else sampled(index, 0.8, coupled=index % 3 == 1)
         return prompt, rounds, sampling
 
@@ -110,7 +110,7 @@ async def test_solo_equals_crowd(engines: Engines) -> None:
             await asyncio.sleep(chooser.random() * 0.01)
         engine.close(client.stream)
 
-    for _ in range(3):
+    for _ in range(20):
         runs = [
             speculative(target, draft, f"crowd{index}", prompt, rounds, sampling)
             for index, (prompt, rounds, sampling) in enumerate(requests)
@@ -182,6 +182,20 @@ async def test_a_newer_item_takes_over_and_a_retry_is_answered_once(engines: Eng
     answer = await client.ask(retried[1])
     assert reason(answer) == ""
     assert [given.result is None for given in client.answers] == [True, False]
+
+
+async def test_stale_proposals_cost_no_step(engines: Engines) -> None:
+    """Three epochs of a session that come together: only the newest is run."""
+    engine = engines.draft(over_slots(random_model(), max_length=120))
+    client = Client(engine)
+    prompts = [random_ids(seed, 12) for seed in range(3)]
+    items = [propose_item("a", epoch, prompts[epoch], 0, 4, sampling=GREEDY) for epoch in range(3)]
+    answers = await client.ask_all(items)
+    assert [reason(answer) for answer in answers] == ["CANCELLED", "CANCELLED", ""]
+    assert (engine.stats.forwards, engine.stats.tokens) == (4, 12 + 3)
+    stale = await client.ask(propose_item("a", 1, prompts[1], 0, 4))
+    assert reason(stale) == "STALE_CACHE_EPOCH"
+    assert engine.stats.forwards == 4
 
 
 async def test_errors_of_a_session(engines: Engines) -> None:

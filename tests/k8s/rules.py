@@ -460,7 +460,10 @@ def worker_addresses(cluster: Cluster) -> Iterator[str]:
             service = cluster.by_name[("Service", role)]
             if service["spec"].get("clusterIP") != "None":
                 yield f"Service/{role}: its name resolves to one address, not to each pod"
-            needed, given = f"{role}:{service['spec']['ports'][0]['port']}", environment[f"TANDEM_{role.upper()}_ADDRESSES"]
+            needed, given = (
+                f"{role}:{service['spec']['ports'][0]['port']}",
+                environment[f"TANDEM_{role.upper()}_ADDRESSES"],
+            )
             if given != needed:
                 yield f"{container.where}: TANDEM_{role.upper()}_ADDRESSES is {given}, not {needed}"
 
