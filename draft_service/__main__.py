@@ -58,7 +58,7 @@ def main() -> int:
     )
     observer = WorkerObserver(
         "draft",
-        SpanVocabulary("draft.propose", "tandem.proposed_tokens"),
+        SpanVocabulary("draft.propose", "tandem.proposed_tokens", "draft.step"),
         os.environ,
         settings.metrics_listen,
         "TANDEM_DRAFT_METRICS_LISTEN",

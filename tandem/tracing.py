@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from opentelemetry.trace import Link, Span, SpanKind, Tracer
     from opentelemetry.util.types import AttributeValue
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,16 @@ class Tracing:
         return self._tracer.start_span(name, parent, kind, attributes, start_time=start_ns)
 
     def start_span_anyway(
-        self, name: str, kind: SpanKind, parent: Context, attributes: Mapping[str, AttributeValue], start_ns: int
+        self,
+        name: str,
+        kind: SpanKind,
+        parent: Context,
+        attributes: Mapping[str, AttributeValue],
+        start_ns: int,
+        links: Sequence[Link] = (),
     ) -> Span:
         """A span that the sampler has no say in. The caller must end it."""
-        return self._unsampled.start_span(name, parent, kind, attributes, start_time=start_ns)
+        return self._unsampled.start_span(name, parent, kind, attributes, links, start_ns)
 
     def shutdown(self, seconds: float = SHUTDOWN_SECONDS) -> None:
         """Exports what is left, for at most so long. Blocks; call it when nothing else has to be done."""

@@ -59,7 +59,7 @@ def main() -> int:
     )
     observer = WorkerObserver(
         "target",
-        SpanVocabulary("target.verify", "tandem.target_rows"),
+        SpanVocabulary("target.verify", "tandem.target_rows", "target.step"),
         os.environ,
         settings.metrics_listen,
         "TANDEM_TARGET_METRICS_LISTEN",

@@ -25,6 +25,7 @@ from tandem.engine.slot_ledger import SlotLedger
 from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
+from tandem.engine.work import Step
 from tandem.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -357,10 +358,10 @@ class Engine(Generic[JobT]):
     def _run(self, batch: Batch[JobT]) -> None:
         """One forward and what is made of it. Where that fails, each of its jobs is tried alone: one bad item, or a
         batch too large for the memory, is no reason to fail the others."""
-        began = time.perf_counter()
-        done, error = self._forward(batch)
+        began_ns, began = time.time_ns(), time.perf_counter()
+        done, error = self._forward(batch, began_ns)
         if error is None:
-            self._count(batch, time.perf_counter() - began)
+            self._count(batch, began_ns, time.perf_counter() - began)
             for job in done:
                 self._finish(job)
             return
@@ -373,10 +374,9 @@ class Engine(Generic[JobT]):
         self._fail_running(batch.jobs[0], error)
         self._lm.self_test()  # a device that is beyond repair ends the thread here
 
-    def _forward(self, batch: Batch[JobT]) -> tuple[list[JobT], Exception | None]:
+    def _forward(self, batch: Batch[JobT], began_ns: int) -> tuple[list[JobT], Exception | None]:
         """Runs the feeds and hands their logits to the method; returns the jobs that are done, or what went wrong."""
         ready: list[JobT] = []
-        began_ns = time.time_ns()
         try:
             logits = self._lm.forward(batch.feeds)
             for job, feed in zip(batch.jobs, batch.feeds, strict=True):
@@ -428,14 +428,15 @@ class Engine(Generic[JobT]):
         session.drop()
         self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
 
-    def _count(self, batch: Batch[JobT], seconds: float) -> None:
+    def _count(self, batch: Batch[JobT], began_ns: int, seconds: float) -> None:
         tokens = sum(feed.token_ids.size for feed in batch.feeds)
         self.stats.forwards += 1
         self.stats.feeds += len(batch.feeds)
         self.stats.tokens += tokens
         self.stats.busy_seconds += seconds
+        step = Step(began_ns, len(batch.jobs), tokens, seconds)
         for job in batch.jobs:
-            job.work.took(seconds, tokens)
+            job.work.took(step)
 
     def _fail(self, stream: Stream, request_id: str, epoch: int, fault: ItemFault, session: Session | None) -> None:
         seen, cached = (session.epoch, session.cached_length) if session is not None else (epoch, 0)

@@ -1,22 +1,27 @@
-"""One span for each traced item of a stream, made in the event loop once the item is answered.
+"""One span for each traced item of a stream, made in the event loop once the item is answered, and one for each step
+that such items ended in.
 
 The step thread knows nothing of this: it notes an item's Work, and the span is made of that afterwards, as a child of
-the round that the item's `traceparent` names. An item without one costs a look at an empty string.
+the round that the item's `traceparent` names. An item without one costs a look at an empty string. A step belongs to
+no single request: its span is a trace of its own, with links to the items' spans.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tandem.engine.job import WorkItem
 from tandem.engine.stream import Answer
+from tandem.engine.work import Step
 from tandem.tracing import Tracing
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
     from opentelemetry.util.types import AttributeValue
 
 _NANOSECONDS = 1e-9
@@ -28,6 +33,7 @@ class SpanVocabulary:
 
     name: str
     result_attribute: str
+    step_name: str
 
 
 class ItemSpans:
@@ -45,11 +51,20 @@ class ItemSpans:
             if item.traceparent:
                 self._arrivals[item.request_id, item.cache_epoch] = (item.traceparent, now)
 
-    def answered(self, answer: Answer) -> None:
-        """The item has its answer."""
+    def answered(self, answers: Sequence[Answer]) -> None:
+        """These items have their answers."""
+        steps: defaultdict[Step, list[SpanContext]] = defaultdict(list)
+        for answer in answers:
+            made = self._answered(answer)
+            if made is not None and answer.work is not None and answer.work.last is not None:
+                steps[answer.work.last].append(made)
+        for step, items in steps.items():
+            self._step(step, items)
+
+    def _answered(self, answer: Answer) -> SpanContext | None:
         arrival = self._arrivals.pop((answer.request_id, answer.cache_epoch), None)
         if arrival is None:
-            return
+            return None
         attributes: dict[str, AttributeValue] = {"tandem.epoch": answer.cache_epoch}
         if answer.work is not None and answer.work.steps:
             attributes["tandem.queue_seconds"] = max(0, answer.work.began_ns - arrival[1]) * _NANOSECONDS
@@ -57,11 +72,22 @@ class ItemSpans:
             attributes["tandem.batch_size"] = answer.work.companions / answer.work.steps
             attributes["tandem.prefill_tokens"] = answer.work.prefill_tokens
             attributes["tandem.reused_tokens"] = answer.work.reused_tokens
-        if answer.error is None:
-            attributes[self._vocabulary.result_attribute] = _length(answer.result)
-            self._make(arrival, attributes, "")
-        else:
-            self._make(arrival, attributes, worker_pb2.ErrorReason.Name(answer.error.reason))
+        if answer.error is not None:
+            return self._make(arrival, attributes, worker_pb2.ErrorReason.Name(answer.error.reason))
+        attributes[self._vocabulary.result_attribute] = _length(answer.result)
+        return self._make(arrival, attributes, "")
+
+    def _step(self, step: Step, items: Sequence[SpanContext]) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import Link, SpanKind
+
+        attributes: dict[str, AttributeValue] = {"tandem.items": step.items, "tandem.tokens": step.tokens}
+        links = [Link(item) for item in items]
+        # The sampler has spoken for the items.
+        span = self._tracing.start_span_anyway(
+            self._vocabulary.step_name, SpanKind.INTERNAL, Context(), attributes, step.began_ns, links
+        )
+        span.end(step.began_ns + round(step.seconds / _NANOSECONDS))
 
     def close(self) -> None:
         """The stream is over: what has no answer gets none."""
@@ -69,7 +95,7 @@ class ItemSpans:
         for (_, epoch), arrival in arrivals.items():
             self._make(arrival, {"tandem.epoch": epoch}, "ERROR_REASON_CANCELLED")
 
-    def _make(self, arrival: tuple[str, int], attributes: dict[str, AttributeValue], error: str) -> None:
+    def _make(self, arrival: tuple[str, int], attributes: dict[str, AttributeValue], error: str) -> SpanContext | None:
         # Imported here: a service without tracing never needs OpenTelemetry.
         from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 
@@ -78,13 +104,14 @@ class ItemSpans:
         traceparent, began_ns = arrival
         parent = context_from(traceparent)
         if not get_current_span(parent).get_span_context().trace_flags.sampled:
-            return
+            return None
         if error:
             attributes["error.type"] = error
         span = self._tracing.start_span(self._vocabulary.name, SpanKind.SERVER, parent, attributes, began_ns)
         if error and error != "ERROR_REASON_CANCELLED":
             span.set_status(Status(StatusCode.ERROR))
         span.end()
+        return span.get_span_context()
 
 
 def _length(result: Any) -> int:

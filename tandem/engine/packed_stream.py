@@ -140,13 +140,11 @@ class PackedStream:
         self.end(grpc.StatusCode.OK, "")
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            if answer.result is None and answer.error is None:
-                self._in_flight -= 1  # a retry took its place, and has the answer
-            else:
-                self._answers.append(answer)
-                if self._spans is not None:
-                    self._spans.answered(answer)
+        final = [answer for answer in answers if answer.result is not None or answer.error is not None]
+        self._in_flight -= len(answers) - len(final)  # a retry took the place of the others, and has the answer
+        self._answers += final
+        if self._spans is not None:
+            self._spans.answered(final)
         self._changed.set()
 
     async def _ready(self) -> bool:

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from tandem.v1 import worker_pb2
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward, the same for all items in it."""
+
+    began_ns: int
+    """Since the epoch."""
+    items: int
+    tokens: int
+    seconds: float
+    """With what was made of its logits."""
+
+
 @dataclass(slots=True)
 class Work:
     """Of one item."""
@@ -25,6 +37,8 @@ class Work:
     """Tokens in these forwards, of all their items."""
     seconds: float = 0.0
     """Time of these forwards, with what was made of their logits."""
+    last: Step | None = None
+    """The last of these forwards."""
 
     def ran(self, began_ns: int, batch_size: int) -> None:
         """A forward is over."""
@@ -33,10 +47,11 @@ class Work:
         self.steps += 1
         self.companions += batch_size
 
-    def took(self, seconds: float, tokens: int) -> None:
+    def took(self, step: Step) -> None:
         """The logits of that forward are used."""
-        self.seconds += seconds
-        self.tokens += tokens
+        self.seconds += step.seconds
+        self.tokens += step.tokens
+        self.last = step
 
     def to_proto(self) -> worker_pb2.WorkerTime:
         """For the answer."""

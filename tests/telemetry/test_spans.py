@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind
 from orchestrator.request_trace import NoticedReason, RequestTrace
 from tandem.engine.item_spans import ItemSpans, SpanVocabulary
 from tandem.engine.stream import Answer
-from tandem.engine.work import Work
+from tandem.engine.work import Step, Work
 from tandem.span_export import CountingExporter, CountingProcessor
 from tandem.tracing import SpanCounts, Tracing
 from tandem.v1 import target_pb2, worker_pb2
@@ -49,7 +49,7 @@ def memory() -> Memory:
 
 @pytest.fixture
 def item_spans(memory: Memory) -> ItemSpans:
-    return ItemSpans(memory.tracing, SpanVocabulary("target.verify", "tandem.target_rows"))
+    return ItemSpans(memory.tracing, SpanVocabulary("target.verify", "tandem.target_rows", "target.step"))
 
 
 def item(epoch: int = 0, traceparent: str = PARENT) -> target_pb2.VerifyItem:
@@ -65,7 +65,7 @@ def test_an_answered_item_is_a_child_of_its_round(memory: Memory, item_spans: It
     work = Work(prefill_tokens=9, reused_tokens=4)
     work.ran(began_ns=1, batch_size=2)
     work.ran(began_ns=2, batch_size=5)
-    item_spans.answered(Answer("a", 0, result=[object()] * 3, work=work))
+    item_spans.answered([Answer("a", 0, result=[object()] * 3, work=work)])
     [span] = memory.spans
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
@@ -79,10 +79,33 @@ def test_an_answered_item_is_a_child_of_its_round(memory: Memory, item_spans: It
     assert attributes(span).items() >= expected.items()
 
 
+def test_a_step_is_linked_to_the_traced_items_that_ended_in_it(memory: Memory, item_spans: ItemSpans) -> None:
+    item_spans.received([item(0), item(1), item(2), item(3, traceparent="")])
+    first, second = Step(1_000, items=2, tokens=3, seconds=1e-6), Step(5_000, items=9, tokens=40, seconds=2e-6)
+    answers = []
+    for epoch, steps in enumerate(([first], [first, second], [second], [second])):
+        work = Work()
+        for step in steps:
+            work.ran(step.began_ns, step.items)
+            work.took(step)
+        answers.append(Answer("a", epoch, result=[object()], work=work))
+    item_spans.answered(answers)
+    by_name = {name: [span for span in memory.spans if span.name == name] for name in ("target.verify", "target.step")}
+    epochs = {span.context.span_id: attributes(span)["tandem.epoch"] for span in by_name["target.verify"]}
+    assert sorted(epochs.values()) == [0, 1, 2]
+    steps = {span.start_time: span for span in by_name["target.step"]}
+    assert {start: sorted(epochs[link.context.span_id] for link in span.links) for start, span in steps.items()} == {
+        1_000: [0],
+        5_000: [1, 2],
+    }
+    assert (steps[5_000].end_time, steps[5_000].parent) == (7_000, None)
+    assert attributes(steps[5_000]) == {"tandem.items": 9, "tandem.tokens": 40}
+
+
 def test_a_refused_item_has_its_reason(memory: Memory, item_spans: ItemSpans) -> None:
     item_spans.received([item()])
     error = worker_pb2.ItemError(reason=worker_pb2.ERROR_REASON_CACHE_MISS)
-    item_spans.answered(Answer("a", 0, None, error=error))
+    item_spans.answered([Answer("a", 0, None, error=error)])
     [span] = memory.spans
     assert attributes(span) == {"tandem.epoch": 0, "error.type": "ERROR_REASON_CACHE_MISS"}
     assert not span.status.is_ok
@@ -98,7 +121,7 @@ def test_what_a_stream_leaves_unanswered_ends_with_it(memory: Memory, item_spans
 @pytest.mark.parametrize("traceparent", ["", "nonsense", PARENT.removesuffix("1") + "0"])
 def test_no_sampled_context_no_span(traceparent: str, memory: Memory, item_spans: ItemSpans) -> None:
     item_spans.received([item(traceparent=traceparent)])
-    item_spans.answered(Answer("a", 0, result=[]))
+    item_spans.answered([Answer("a", 0, result=[])])
     assert not memory.spans
 
 
