@@ -206,7 +206,7 @@ async def test_errors_of_a_session(engines: Engines) -> None:
     assert reason(await ask(verify_item("a", 0, tokens, 0))) == "INVALID_ARGUMENT"  # no sampling
     assert reason(await ask(verify_item("a", 1, tokens, 5, sampling=GREEDY))) == "CACHE_MISS"
     assert reason(await ask(verify_item("", 0, tokens, 0, sampling=GREEDY))) == "INVALID_ARGUMENT"
-    assert reason(await ask(verify_item("x" * 129, 0, tokens, 0, sampling=GREEDY))) == "INVALID_ARGUMENT"
+    assert reason(await ask(verify_item("x" * 161, 0, tokens, 0, sampling=GREEDY))) == "INVALID_ARGUMENT"
     assert await used(engine) == (0, 0, 0)
 
     assert reason(await ask(verify_item("a", 4, tokens, 0, sampling=GREEDY))) == ""
