@@ -21,6 +21,9 @@ from tandem.v1 import worker_pb2
 
 from .worker_stream import IncompatibleWorker
 
+TOKEN_TEXTS = 32_768
+"""Kept once decoded, which takes some ten microseconds each, and a round may need hundreds."""
+
 
 class PromptNotEncodable(ValueError):
     """The chat template can't render the messages; the message says why, without their content."""
@@ -58,6 +61,7 @@ class Vocabulary:
         self.defaults = _defaults(generation_config)
         self.size = len(self._strings)
         self.end_token_ids = _end_token_ids(tokenizer, generation_config)
+        self._token_text = lru_cache(maxsize=TOKEN_TEXTS)(lambda token_id: str(tokenizer.decode([token_id])))
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
 
     @classmethod
@@ -128,6 +132,10 @@ class Vocabulary:
         """The text of token ids, special tokens left out."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special ones too; a part of a character is U+FFFD."""
+        return self._token_text(token_id)
 
     def check_target(self, info: worker_pb2.GetModelInfoResponse) -> None:
         """Raises IncompatibleWorker unless the target speaks of the same tokens as this tokenizer."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tandem.v1 import orchestrator_pb2 as api
 
 from .inquiry import Inquiry
+from .logprobs import Logprobs
 
 _OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
 _CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
@@ -23,73 +24,99 @@ _KINDS = {
 
 
 class Answer:
-    """What all objects of one answer have in common."""
+    """The answer to one inquiry, with a choice for each completion."""
 
-    def __init__(self, inquiry: Inquiry, start: api.GenerationStart, model: str) -> None:
+    def __init__(self, inquiry: Inquiry, model: str, token_text: Callable[[int], str]) -> None:
         self._inquiry = inquiry
-        self._start = start
         self._head = {
-            "id": _ID_PREFIXES[inquiry.kind] + start.request_id,
+            "id": _ID_PREFIXES[inquiry.kind] + inquiry.request.request_id,
             "created": int(time.time()),
             "model": model,
         }
+        self._choices = [_Choice(inquiry, index, token_text) for index in range(max(inquiry.request.n, 1))]
 
     def chunks(self, response: api.GenerateResponse) -> Iterator[dict[str, Any]]:
         """The chunks of one response, without those that would say nothing."""
-        chat = self._inquiry.kind == "chat"
-        if chat and response.HasField("start"):
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
-        told: dict[str, Any] = {"tokens": _tokens(response.tokens)} if self._inquiry.return_tokens else {}
-        if response.text or any(told.values()):
-            yield self._chunk({**({"delta": {"content": response.text}} if chat else {"text": response.text}), **told})
-        if response.HasField("finish"):
-            reason = _REASONS[response.finish.reason]
-            yield self._chunk({**({"delta": {}} if chat else {"text": ""}), "finish_reason": reason})
-            yield from self._usage_chunk(response.finish)
+        for choice in self._choices[response.index].pieces(response):
+            chunk = {**self._head, "object": _CHUNK_OBJECTS[self._inquiry.kind], "choices": [choice]}
+            # OpenAI's: null in all chunks but the last, where it was asked for.
+            yield {**chunk, "usage": None} if self._inquiry.include_usage else chunk
+
+    def last_chunks(self, last: api.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """What follows the last response."""
+        if self._inquiry.include_usage:
+            head = {**self._head, "object": _CHUNK_OBJECTS[self._inquiry.kind]}
+            yield {**head, "choices": [], "usage": _usage(last.finish)}
 
     def whole(self, responses: Sequence[api.GenerateResponse]) -> dict[str, Any]:
         """The object of an answer in one piece."""
-        finish = responses[-1].finish
-        text = "".join(response.text for response in responses)
-        choice: dict[str, Any] = {
-            "index": 0,
-            **(
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self._inquiry.kind == "chat"
-                else {"text": text}
-            ),
-            "logprobs": None,
-            "finish_reason": _REASONS[finish.reason],
-        }
-        if self._inquiry.return_tokens:
-            choice["tokens"] = [told for response in responses for told in _tokens(response.tokens)]
+        choices = [
+            choice.whole([response for response in responses if response.index == index])
+            for index, choice in enumerate(self._choices)
+        ]
         return {
             **self._head,
             "object": _OBJECTS[self._inquiry.kind],
-            "choices": [choice],
-            "usage": _usage(finish),
-            "tandem": self._about(finish),
+            "choices": choices,
+            "usage": _usage(responses[-1].finish),
         }
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {
-            **self._head,
-            "object": _CHUNK_OBJECTS[self._inquiry.kind],
-            "choices": [{"index": 0, "logprobs": None, "finish_reason": None, **choice}],
-        }
-        # OpenAI's: null in all chunks but the last, where it was asked for.
-        return {**chunk, "usage": None} if self._inquiry.include_usage else chunk
 
-    def _usage_chunk(self, finish: api.GenerationFinish) -> Iterator[dict[str, Any]]:
-        if self._inquiry.include_usage:
-            head = {**self._head, "object": _CHUNK_OBJECTS[self._inquiry.kind]}
-            yield {**head, "choices": [], "usage": _usage(finish), "tandem": self._about(finish)}
+class _Choice:
+    """One completion."""
 
-    def _about(self, finish: api.GenerationFinish) -> dict[str, Any]:
-        """Our own addition: what repeats the request, and how speculation went."""
+    def __init__(self, inquiry: Inquiry, index: int, token_text: Callable[[int], str]) -> None:
+        self._inquiry = inquiry
+        self._chat = inquiry.kind == "chat"
+        self._head = {"index": index, "logprobs": None, "finish_reason": None}
+        self._logprobs = Logprobs(token_text)
+        self._seed = 0
+
+    def pieces(self, response: api.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks of one response."""
+        text = response.text
+        if response.HasField("start"):
+            self._seed = response.start.seed
+            if self._chat:
+                yield {**self._head, "delta": {"role": "assistant", "content": ""}}
+            else:
+                text = response.start.prompt_text + text
+        told = self._told(response.tokens) if response.tokens else {}
+        if text or told:
+            yield {**self._head, **({"delta": {"content": text}} if self._chat else {"text": text}), **told}
+        if response.HasField("finish"):
+            yield {**self._head, **({"delta": {}} if self._chat else {"text": ""}), **self._end(response.finish)}
+
+    def whole(self, responses: Sequence[api.GenerateResponse]) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
+        start = responses[0].start
+        self._seed = start.seed
+        text = "".join(response.text for response in responses)
+        content = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self._chat
+            else {"text": start.prompt_text + text}
+        )
+        told = self._told([token for response in responses for token in response.tokens])
+        return {**self._head, **content, **told, **self._end(responses[-1].finish)}
+
+    def _told(self, tokens: Sequence[api.GeneratedToken]) -> dict[str, Any]:
+        """What is said of the tokens, as far as it was asked for."""
+        told: dict[str, Any] = {}
+        if self._inquiry.request.logprobs:
+            told["logprobs"] = self._logprobs.chat(tokens) if self._chat else self._logprobs.completion(tokens)
+        if self._inquiry.return_tokens:
+            told["tokens"] = [
+                {"id": token.token_id, "kind": _KINDS[token.kind], "text": token.text} for token in tokens
+            ]
+        return told
+
+    def _end(self, finish: api.GenerationFinish) -> dict[str, Any]:
+        """With our own addition: what repeats the request, and how speculation went."""
         stats = finish.speculation
-        return {
-            "seed": self._start.seed,
+        about = {
+            "seed": self._seed,
+            "completion_tokens": finish.usage.completion_tokens,
             "rounds": stats.rounds,
             "draft_tokens": stats.draft_tokens,
             "accepted_tokens": stats.accepted_tokens,
@@ -98,12 +125,10 @@ class Answer:
             "time_to_first_token_seconds": stats.time_to_first_token_seconds,
             "total_seconds": stats.total_seconds,
         }
-
-
-def _tokens(tokens: Sequence[api.GeneratedToken]) -> list[dict[str, Any]]:
-    return [{"id": token.token_id, "kind": _KINDS[token.kind], "text": token.text} for token in tokens]
+        return {"finish_reason": _REASONS[finish.reason], "tandem": about}
 
 
 def _usage(finish: api.GenerationFinish) -> dict[str, int]:
-    prompt, completion = finish.usage.prompt_tokens, finish.usage.completion_tokens
+    usage = finish.total_usage if finish.HasField("total_usage") else finish.usage
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

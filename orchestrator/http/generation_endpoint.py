@@ -81,7 +81,7 @@ class GenerationEndpoint:
 
     async def _answer(self, request: Request, inquiry: Inquiry, reply: Reply) -> None:
         make = StreamCall if inquiry.stream else WholeCall
-        call = make(request.headers, inquiry, self._model.name(), reply)
+        call = make(request.headers, inquiry, self._model, reply)
         try:
             stayed = await until_disconnect(self._servicer.generate(inquiry.request, call), request.receive)
         except RequestFailed as failure:

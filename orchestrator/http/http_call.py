@@ -14,6 +14,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from .answers import Answer
 from .inquiry import Inquiry
 from .reply import Reply
+from .served_model import ServedModel
 
 
 class HttpCall:
@@ -21,11 +22,10 @@ class HttpCall:
 
     may_return = False
 
-    def __init__(self, headers: Headers, inquiry: Inquiry, model: str, reply: Reply) -> None:
+    def __init__(self, headers: Headers, inquiry: Inquiry, model: ServedModel, reply: Reply) -> None:
         self._headers = headers
-        self._inquiry = inquiry
-        self._model = model
         self._reply = reply
+        self._answer = Answer(inquiry, model.name(), model.token_text)
 
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """The headers."""
@@ -39,14 +39,11 @@ class HttpCall:
         """None: there is no deadline."""
         return None
 
-    def _answer(self, response: api.GenerateResponse) -> Answer:
-        return Answer(self._inquiry, response.start, self._model)
-
 
 class WholeCall(HttpCall):
     """Keeps the responses until all are there."""
 
-    def __init__(self, headers: Headers, inquiry: Inquiry, model: str, reply: Reply) -> None:
+    def __init__(self, headers: Headers, inquiry: Inquiry, model: ServedModel, reply: Reply) -> None:
         super().__init__(headers, inquiry, model, reply)
         self._responses: list[api.GenerateResponse] = []
 
@@ -56,24 +53,24 @@ class WholeCall(HttpCall):
 
     async def end(self) -> None:
         """Sends the answer."""
-        await self._reply.whole(200, self._answer(self._responses[0]).whole(self._responses))
+        await self._reply.whole(200, self._answer.whole(self._responses))
 
 
 class StreamCall(HttpCall):
     """Sends each response on, as events."""
 
-    def __init__(self, headers: Headers, inquiry: Inquiry, model: str, reply: Reply) -> None:
+    def __init__(self, headers: Headers, inquiry: Inquiry, model: ServedModel, reply: Reply) -> None:
         super().__init__(headers, inquiry, model, reply)
-        self._begun: Answer | None = None
+        self._last = api.GenerateResponse()
 
     async def write(self, response: api.GenerateResponse) -> None:
         """Sends one; waits where the caller doesn't read."""
-        if self._begun is None:
-            self._begun = self._answer(response)
-        await self._reply.events(self._begun.chunks(response))
+        self._last = response
+        await self._reply.events(self._answer.chunks(response))
 
     async def end(self) -> None:
         """Ends the stream."""
+        await self._reply.events(self._answer.last_chunks(self._last))
         await self._reply.end_events()
 
 

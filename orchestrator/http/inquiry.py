@@ -36,6 +36,8 @@ class Inquiry:
         """A field of the GenerateRequest as this caller knows it."""
         prompt = "messages" if self.kind == "chat" else "prompt"
         renamed = {"text": prompt, "token_ids": prompt, "prompt": prompt, "messages.role": "messages"}
+        if self.kind == "completion":
+            renamed["top_logprobs"] = "logprobs"  # where it is the number of the likeliest
         return self.max_tokens_name if field == "max_tokens" else renamed.get(field, field)
 
 
@@ -47,11 +49,18 @@ def read_inquiry(kind: Kind, values: dict[str, Any], request_id: str) -> Inquiry
     if kind == "chat":
         set_messages(request, body)
         max_tokens, name = max_tokens_of(body, "max_completion_tokens", "max_tokens")
+        request.logprobs = bool(body.boolean("logprobs"))
+        request.top_logprobs = body.integer("top_logprobs") or 0
         _refuse_other_chats(body)
     else:
         set_prompt(request, body)
         max_tokens, name = max_tokens_of(body, "max_tokens")
         max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+        request.echo = bool(body.boolean("echo"))
+        likeliest = body.integer("logprobs")
+        request.logprobs, request.top_logprobs = likeliest is not None, likeliest or 0
+        if request.echo and request.logprobs:
+            raise body.refused("logprobs", "of an echoed prompt are not supported")
         _refuse_other_completions(body)
     if max_tokens is not None:
         request.max_tokens = max_tokens
@@ -77,15 +86,12 @@ def _stream(body: JsonObject) -> tuple[bool, bool]:
 
 
 def _refuse_other_completions(body: JsonObject) -> None:
-    body.neutral("echo", False)
     body.neutral("suffix", "")
-    body.neutral("logprobs")
     body.neutral("add_special_tokens", True)
 
 
 def _refuse_other_chats(body: JsonObject) -> None:
-    body.neutral("logprobs", False)
-    body.neutral("top_logprobs", 0)
+    body.neutral("echo", False)
     body.neutral("tools", [])
     body.neutral("tool_choice", "none", "auto")
     body.neutral("functions", [])

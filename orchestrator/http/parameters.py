@@ -15,8 +15,12 @@ METHODS = {
     "rejection": int(sampling_pb2.ACCEPTANCE_METHOD_REJECTION),
     "coupled": int(sampling_pb2.ACCEPTANCE_METHOD_COUPLED),
 }
+LOGPROBS_MODES = {
+    "raw": int(sampling_pb2.LOGPROBS_MODE_RAW),
+    "processed": int(sampling_pb2.LOGPROBS_MODE_PROCESSED),
+}
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("min_tokens", "num_speculative_tokens")
+_INTEGERS = ("n", "min_tokens", "num_speculative_tokens")
 _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens")
 _ID_LISTS = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")
@@ -30,6 +34,7 @@ def set_parameters(request: api.GenerateRequest, body: JsonObject) -> None:
         **{name: body.integer(name) for name in _INTEGERS},
         **{name: body.boolean(name) for name in _BOOLEANS},
         "seed": body.integer("seed", MAX_UINT64),
+        "logprobs_mode": body.choice("logprobs_mode", LOGPROBS_MODES),
         "acceptance_method": body.choice("acceptance_method", METHODS),
         "top_k": 0 if body.value("top_k") == -1 else body.integer("top_k"),  # -1 is vLLM's word for all
     }
@@ -63,8 +68,7 @@ def _set_bad_words(request: api.GenerateRequest, body: JsonObject) -> None:
 
 
 def _refuse_what_is_not_supported(body: JsonObject) -> None:
-    body.neutral("n", 1)
-    body.neutral("best_of", 1)
+    body.neutral("best_of", body.integer("n") or 1)
     body.neutral("use_beam_search", False)
     body.neutral("length_penalty", 1, 1.0)
     body.neutral("early_stopping", False)

@@ -16,6 +16,7 @@ class ServedModel:
         self._runtime = runtime
         self._name = name
         self._since = int(time.time())
+        self.token_text = runtime.vocabulary.token_text
 
     def name(self) -> str:
         """Empty while no target has said its name and none was set."""

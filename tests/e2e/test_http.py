@@ -19,6 +19,8 @@ import openai
 import pytest
 import redis
 
+from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import Generation, generate
 from tests.support.services import MODELS, Stack, free_port, running_stack
 
@@ -98,6 +100,11 @@ def by_grpc(service: Service, gamma: int, *, coupled: bool, **fields: Any) -> Ge
     )
 
 
+def generate_responses(service: Service, **fields: Any) -> list[api.GenerateResponse]:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(service.channel)
+    return list(stub.Generate(api.GenerateRequest(text=PROMPT, **fields), timeout=60))
+
+
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize(("fields", "method"), [(GREEDY, "rejection"), (COUPLED, "coupled")])
 def test_a_completion_is_that_of_grpc(
@@ -115,7 +122,7 @@ def test_a_completion_is_that_of_grpc(
     assert [token["id"] for token in choice.tokens] == expected.ids
     kinds = {1: "accepted", 2: "recovered", 3: "bonus"}
     assert [token["kind"] for token in choice.tokens] == [kinds[kind] for kind in expected.kinds]
-    assert answer.tandem["seed"] == fields.get("seed", answer.tandem["seed"])
+    assert choice.tandem["seed"] == fields.get("seed", choice.tandem["seed"])
 
     stream = client.completions.create(
         model=MODEL, prompt=PROMPT, extra_body=extra, stream=True, stream_options={"include_usage": True}, **fields
@@ -180,6 +187,70 @@ def test_a_stop_string_is_left_out_of_both_forms(client: openai.OpenAI, service:
         assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_log_probabilities_are_those_of_grpc(service: Service, client: openai.OpenAI, gamma: int) -> None:
+    fields = {**GREEDY, "max_tokens": 12}
+    calls = generate_responses(service, num_speculative_tokens=gamma, logprobs=True, top_logprobs=2, **fields)
+    expected = [token for response in calls for token in response.tokens]
+    extra = {"num_speculative_tokens": gamma, "return_tokens": True}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, extra_body=extra, **fields)
+    (choice,) = answer.choices
+    assert choice.logprobs.token_logprobs == pytest.approx([token.logprob for token in expected], abs=1e-5)
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.top_logprobs) == len(choice.logprobs.text_offset) == 12
+    for offset, token in zip(choice.logprobs.text_offset, choice.tokens, strict=True):
+        assert choice.text[offset:].startswith(token["text"])
+    for likeliest, token, own in zip(choice.logprobs.top_logprobs, expected, choice.logprobs.tokens, strict=True):
+        assert max(likeliest.values()) == pytest.approx(token.top_logprobs[0].logprob, abs=1e-5)
+        assert own in likeliest
+
+    chat = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    whole = client.chat.completions.create(top_logprobs=3, extra_body=extra, **chat).choices[0]
+    assert whole.logprobs.content
+    assert [len(entry.top_logprobs) for entry in whole.logprobs.content] == [3] * len(whole.logprobs.content)
+    # Greedy: each is the likeliest, and its bytes make up the text.
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in whole.logprobs.content)
+    text = b"".join(bytes(entry.bytes or ()) for entry in whole.logprobs.content)
+    assert whole.message.content.encode() in text
+    pieces = client.chat.completions.create(top_logprobs=3, stream=True, extra_body=extra, **chat)
+    told = [entry for piece in pieces if piece.choices[0].logprobs for entry in piece.choices[0].logprobs.content]
+    assert [entry.token for entry in told] == [entry.token for entry in whole.logprobs.content]
+
+
+def test_several_choices_are_each_what_they_are_alone(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.2, "seed": 3}
+    coupled = {"acceptance_method": "coupled"}
+    answer = client.completions.create(n=3, extra_body=coupled, **fields)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.text for choice in answer.choices]
+    assert len(set(texts)) == 3
+    for choice in answer.choices:
+        alone = client.completions.create(extra_body=coupled, **{**fields, "seed": choice.tandem["seed"]})
+        assert alone.choices[0].text == choice.text
+    assert answer.usage.completion_tokens == sum(choice.tandem["completion_tokens"] for choice in answer.choices)
+
+    stream = client.completions.create(
+        n=3, stream=True, stream_options={"include_usage": True}, extra_body=coupled, **fields
+    )
+    pieces, ends = {0: "", 1: "", 2: ""}, []
+    *chunks, last = stream
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        pieces[choice.index] += choice.text
+        ends += [choice.index] if choice.finish_reason else []
+    assert list(pieces.values()) == texts
+    assert sorted(ends) == [0, 1, 2]
+    assert last.usage == answer.usage
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_the_prompt_is_echoed(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, **GREEDY}
+    plain = client.completions.create(**fields).choices[0].text
+    assert client.completions.create(echo=True, **fields).choices[0].text == PROMPT + plain
+    stream = client.completions.create(echo=True, stream=True, **fields)
+    assert "".join(chunk.choices[0].text for chunk in stream) == PROMPT + plain
+
+
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == (MODEL, "model", CONTEXT)
@@ -201,11 +272,12 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 401}, "max_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [10**6]}, "prompt"),
         ({"prompt": [1] * CONTEXT}, "prompt"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"logprobs": 21}, "logprobs"),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
     ],

@@ -49,6 +49,10 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         bad_words_token_ids=[[1, 2], [3]],
         cache_salt="s",
         adaptive_speculative_tokens=False,
+        logprobs=3,
+        logprobs_mode="processed",
+        n=2,
+        best_of=2,
     ).request
     wanted = api.GenerateRequest(
         request_id="id",
@@ -76,13 +80,27 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         bad_words_token_ids=[sampling_pb2.TokenSequence(ids=[1, 2]), sampling_pb2.TokenSequence(ids=[3])],
         cache_salt="s",
         adaptive_speculative_tokens=False,
+        logprobs=True,
+        top_logprobs=3,
+        logprobs_mode=sampling_pb2.LOGPROBS_MODE_PROCESSED,
+        n=2,
     )
     assert found == wanted
     # A field that the contract gains must get its place here too, or be left out on purpose.
     unset = {field.name for field in api.GenerateRequest.DESCRIPTOR.fields} - {
         field.name for field, _ in wanted.ListFields()
     }
-    assert unset == {"token_ids", "messages", "token_offset", "logprobs", "top_logprobs", "logprobs_mode", "n", "echo"}
+    assert unset == {"token_ids", "messages", "token_offset", "echo"}
+    assert completion(echo=True).request.echo
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    for found in (chat(logprobs=True, top_logprobs=2).request, completion(logprobs=2).request):
+        assert (found.logprobs, found.top_logprobs) == (True, 2)
+    assert completion(logprobs=0).request.logprobs
+    assert not chat(logprobs=False, top_logprobs=0).request.logprobs
+    assert completion(logprobs=99).name_for_caller("top_logprobs") == "logprobs"
+    assert chat().name_for_caller("top_logprobs") == "top_logprobs"
 
 
 def test_what_is_left_out_stays_the_servers() -> None:
@@ -170,12 +188,17 @@ def test_values_that_ask_for_nothing_pass(kind: Kind) -> None:
 
 
 REFUSED: list[tuple[Kind, dict[str, Any], str]] = [
-    ("completion", {"n": 2}, "n"),
+    ("completion", {"n": 2.5}, "n"),
     ("completion", {"n": True}, "n"),
     ("completion", {"best_of": 3}, "best_of"),
-    ("completion", {"echo": True}, "echo"),
+    ("completion", {"echo": 1}, "echo"),
+    ("completion", {"echo": True, "logprobs": 1}, "logprobs"),
+    ("completion", {"n": 2, "best_of": 3}, "best_of"),
+    ("chat", {"echo": True}, "echo"),
     ("completion", {"suffix": "x"}, "suffix"),
-    ("completion", {"logprobs": 0}, "logprobs"),
+    ("completion", {"logprobs": True}, "logprobs"),
+    ("completion", {"top_logprobs": 3}, "top_logprobs"),
+    ("completion", {"logprobs_mode": "cooked"}, "logprobs_mode"),
     ("completion", {"prompt": None}, "prompt"),
     ("completion", {"prompt": 5}, "prompt"),
     ("completion", {"prompt": ["a", "b"]}, "prompt"),
@@ -205,7 +228,7 @@ REFUSED: list[tuple[Kind, dict[str, Any], str]] = [
     ("completion", {"temprature": 0.5}, "temprature"),
     ("completion", {"messages": []}, "messages"),
     ("completion", {"token_offset": 3}, "token_offset"),
-    ("chat", {"logprobs": True}, "logprobs"),
+    ("chat", {"logprobs": 3}, "logprobs"),
     ("chat", {"tools": [{"type": "function"}]}, "tools"),
     ("chat", {"tool_choice": "required"}, "tool_choice"),
     ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
