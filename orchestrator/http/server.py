@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from tandem.grpc_server import PortError
 from tandem.transport_security import ServerFiles
 
-from . import tls
+from .tls import FollowedContext
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients and proxies keep idle connections, so that none sends a request into one that is being closed."""
@@ -41,7 +41,7 @@ class HttpServer:
     """Serves an application on a socket until it is closed."""
 
     def __init__(self, app: Starlette, listener: socket.socket, files: ServerFiles, close_seconds: int) -> None:
-        context = tls.context_of(files)
+        followed = FollowedContext(files) if files.certificate else None
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -54,13 +54,13 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                ssl_context_factory=None if context is None else lambda *_: context,
+                ssl_context_factory=None if followed is None else lambda *_: followed.context,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=close_seconds,
             )
         )
         self._task = asyncio.create_task(self._server.serve([listener]))
-        self._renewal = None if context is None else asyncio.create_task(tls.follow(context, files))
+        self._renewal = None if followed is None else asyncio.create_task(followed.follow())
 
     async def close(self) -> None:
         """Takes no more connections, lets responses end for a moment, and cuts off the rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -23,7 +25,7 @@ from tandem.client import (
 from tandem.transport_security import ClientFiles
 from tests.support.authority import Authority, server_context
 from tests.support.redis_servers import kinds
-from tests.support.services import MODELS, Stack, running_stack
+from tests.support.services import MODELS, Stack, free_port, running_stack
 from tests.support.tls_proxy import TlsProxy
 
 HOST = "127.0.0.1"
@@ -44,7 +46,18 @@ class Deployment:
     authority: Authority
     callers: Path
     redis: TlsProxy
+    store_context: ssl.SSLContext
     folder: Path
+    http_address: str
+
+    def http(self, files: ClientFiles, token: str | None = ALICE) -> httpx2.Client:
+        context = ssl.create_default_context(cafile=files.ca)
+        if files.certificate:
+            context.load_cert_chain(files.certificate, files.key)
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return httpx2.Client(
+            base_url=f"https://{self.http_address}", verify=context, headers=headers, timeout=30, trust_env=False
+        )
 
     def client(self, token: str = ALICE, files: ClientFiles | None = None) -> TandemClient:
         return TandemClient(self.stack.orchestrator.address, token=token, tls=files or self.stack.orchestrator.security)
@@ -58,10 +71,12 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     ca = str(authority.folder / "ca.pem")
     callers = folder / "callers.toml"
     _callers(callers)
+    http_address = f"{HOST}:{free_port()}"
     server = kinds()[0].create(folder / "redis")
     server.start()
     server.command("CONFIG", "SET", "requirepass", PASSWORD)
-    with TlsProxy(server_context(ca, certificate, key), server.port) as redis:
+    store_context = server_context(ca, certificate, key)
+    with TlsProxy(store_context, server.port) as redis:
         environment = {
             "TANDEM_TLS_CERTIFICATE": certificate,
             "TANDEM_TLS_KEY": key,
@@ -75,10 +90,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             "TANDEM_REDIS_URL": f"rediss://:{PASSWORD}@{HOST}:{redis.port}/0",
             "TANDEM_CALLERS_FILE": str(callers),
             "TANDEM_LOG_LEVEL": "DEBUG",
+            "TANDEM_HTTP_LISTEN": http_address,
         }
         files = authority.client("caller", "caller.example")
         with running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, security=files) as stack:
-            yield Deployment(stack, authority, callers, redis, folder)
+            yield Deployment(stack, authority, callers, redis, store_context, folder, http_address)
     server.close()
 
 
@@ -133,6 +149,41 @@ def test_a_caller_needs_a_token_that_is_known(deployment: Deployment, token: str
         _text(client)
     assert "token" in str(caught.value).lower()
     assert ALICE not in str(caught.value)
+
+
+BODY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def test_http_wants_the_same_certificate_and_the_same_token(deployment: Deployment) -> None:
+    files = deployment.stack.orchestrator.security
+    with deployment.client() as client, deployment.http(files) as http:
+        answer = http.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, _text(client))
+    for token in (None, ALICE[:-1], "token-of-nobody-1234567890"):
+        with deployment.http(files, token) as http:
+            # No byte of the body is looked at for somebody who isn't known.
+            for refused in (http.post("/v1/completions", content=b"{"), http.get("/v1/models"), http.get("/metrics")):
+                assert refused.status_code == 401
+                assert refused.headers["www-authenticate"] == "Bearer"
+                assert refused.json()["error"]["type"] == "authentication_error"
+            assert http.get("/healthz").status_code == 200
+    for name, stranger in _strangers(deployment).items():
+        if stranger.ca:
+            with deployment.http(stranger) as http, pytest.raises(httpx2.TransportError):
+                http.get("/healthz")
+                raise AssertionError(name)
+    with httpx2.Client(trust_env=False) as http, pytest.raises(httpx2.TransportError):
+        http.get(f"http://{deployment.http_address}/healthz")
+
+
+def test_a_callers_limit_holds_over_http_too(deployment: Deployment) -> None:
+    files = deployment.stack.orchestrator.security
+    with deployment.http(files) as http, deployment.client() as client:
+        with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 400, "stream": True}) as running:
+            next(running.iter_raw())
+            refused = http.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "caller_limit")
+        _wait(lambda: bool(_text_or_none(client)))
 
 
 def test_a_caller_has_a_limit_of_its_own(deployment: Deployment) -> None:
@@ -201,16 +252,31 @@ def test_renewed_certificates_are_followed(deployment: Deployment) -> None:
         renewed.issue("caller", "caller.example")
         for name in ("service.pem", "service.key", "ca.pem", "caller.pem", "caller.key"):
             (inside / name).write_bytes((renewed.folder / name).read_bytes())
+        # The store follows too: the orchestrator may need another connection to it at any time.
+        deployment.store_context.load_cert_chain(inside / "service.pem", inside / "service.key")
+        deployment.store_context.load_verify_locations(inside / "ca.pem")
         with deployment.client() as client:
             assert _text(client)
         with deployment.client(files=former) as client, pytest.raises(UnavailableError):
             _text(client)
+        _wait(lambda: _healthy(deployment, old))
+        assert not _healthy(deployment, former)
+        assert not _healthy(deployment, ClientFiles(old.ca, former.certificate, former.key))
         assert _text(connected)
     # The orchestrator's own side: a draft that comes back has the new certificate.
     deployment.stack.draft.kill()
     deployment.stack.draft.start()
     deployment.stack.draft.wait_serving()
     _wait(lambda: not _degraded(deployment), 20)
+
+
+def _healthy(deployment: Deployment, files: ClientFiles) -> bool:
+    """Over HTTP."""
+    try:
+        with deployment.http(files) as http:
+            return http.get("/healthz").status_code == 200
+    except httpx2.TransportError:
+        return False
 
 
 def _copied(path: Path, folder: Path) -> Path:
