@@ -412,7 +412,7 @@ def test_too_many_are_told_when_to_come_back(service: Service, client: openai.Op
 def test_two_requests_on_one_connection(service: Service) -> None:
     first = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
     second = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
-    assert first.json()["choices"] == second.json()["choices"]
+    assert first.json()["choices"][0]["text"] == second.json()["choices"][0]["text"]
     assert "connection" not in first.headers
 
 
