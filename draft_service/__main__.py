@@ -26,13 +26,17 @@ def main() -> int:
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         # torch and transformers take seconds to import, and health answers meanwhile.
+        from draft_service.ahead import DraftAhead
         from draft_service.drafter import Drafter, ModelDrafter
         from tandem.engine import loading
         from tandem.engine.engine import Engine
         from tandem.engine.scheduler import StepLimits
 
         model = loading.load(settings.model_options())
-        drafter: Drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens)
+        ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
+        drafter: Drafter = ModelDrafter(
+            model.vocabulary_size, settings.support_size, settings.max_speculative_tokens, ahead
+        )
         limits = StepLimits(
             short_feed=settings.max_speculative_tokens + 1,
             prefill_chunk=settings.prefill_chunk,
@@ -45,6 +49,7 @@ def main() -> int:
             limits=limits,
             on_death=on_death,
             reuse_prefixes=settings.prefix_reuse,
+            idle=ahead,
             debug_invariants=settings.debug_invariants,
         )
         return Loaded(model, engine)

@@ -118,6 +118,14 @@ class DraftConfig:
         check=lambda value: 1 <= value <= 64,
         expected="1 to 64",
     )
+    ahead_rows: int = setting(
+        "TANDEM_DRAFT_AHEAD_ROWS",
+        0,
+        help="likely outcomes of a verification that are drafted for at a time while it runs; 0: none",
+        parse=int,
+        check=lambda value: 0 <= value <= 256,
+        expected="0 to 256",
+    )
     drain_seconds: float = setting(
         "TANDEM_DRAIN_SECONDS",
         10.0,
@@ -162,6 +170,7 @@ class DraftConfig:
             trust_remote_code=self.trust_remote_code,
             threads=self.threads,
             slots=self.slots,
+            extra_slots=self.ahead_rows,
             context_length=self.context_length,
             kv_memory_bytes=self.kv_memory_mib << 20,
         )

@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from draft_service.ahead import DraftAhead
 from tandem import sampling
 from tandem.acceptance import Drafted, check_drafted
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
 from tandem.engine.job import Job, Method
-from tandem.engine.sampling_fields import check_sampling, context
+from tandem.engine.sampling_fields import check_sampling
+from tandem.sampling import SamplingParams
 from tandem.v1 import draft_pb2
+from tandem.wire import IdArray
 
 
 class ProposeJob(Job):
     """A block under way."""
 
-    __slots__ = ("drafted", "wanted")
+    __slots__ = ("drafted", "logits", "wanted")
 
     def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
         super().__init__(cache_epoch, block, rows=1)
         self.wanted = wanted
         """Tokens to draw, the look-ahead included."""
         self.drafted: list[Drafted] = []
+        self.logits: list[torch.Tensor] = []
+        """What each was drawn from, [padded vocabulary], where it is of use for drafting ahead."""
+
+
+class Draw(Protocol):
+    """Draws one token for each row of logits."""
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
+        """`rows`: parameters, and all tokens before the one to draw."""
 
 
 class Drafter(Method[draft_pb2.ProposeItem, ProposeJob], Protocol):
@@ -35,8 +48,13 @@ class Drafter(Method[draft_pb2.ProposeItem, ProposeJob], Protocol):
 class ModelDrafter:
     """Draws from the draft model's logits; results are lists of Drafted."""
 
-    def __init__(self, vocabulary_size: int, support_size: int, max_speculative_tokens: int) -> None:
+    def __init__(
+        self, vocabulary_size: int, support_size: int, max_speculative_tokens: int, ahead: DraftAhead | None = None
+    ) -> None:
         self._vocabulary_size = vocabulary_size
+        self._ahead = ahead
+        if ahead is not None:
+            ahead.draws_with(self._draw)
         self._support_size = support_size
         self._max_speculative_tokens = max_speculative_tokens
 
@@ -49,23 +67,37 @@ class ModelDrafter:
         return ProposeJob(item.cache_epoch, block, block + item.look_ahead)
 
     def begin(self, job: ProposeJob) -> None:
-        """The first step runs the prefix alone."""
+        """The first step runs the prefix alone, unless what follows it was drafted ahead."""
+        if self._ahead is None:
+            return
+        job.drafted = self._ahead.claim(job)
+        job.session.tokens.extend(np.array([drafted.token_id for drafted in job.drafted], dtype=np.uint32))
+        if len(job.drafted) == job.wanted:
+            job.result = job.drafted
 
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""
-        drawn = sampling.draft_tokens(
-            logits,
-            [job.sampling for job in jobs],
-            [job.session.tokens.length for job in jobs],
-            self._vocabulary_size,
-            self._support_size,
-            [context(job) for job in jobs],
+        drawn = self._draw(
+            logits, [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
         )
-        for job, drafted in zip(jobs, drawn, strict=True):
+        for row, (job, drafted) in enumerate(zip(jobs, drawn, strict=True)):
             job.session.tokens.append(drafted.token_id)
             job.drafted.append(drafted)
+            if self._ahead is not None and len(jobs) <= self._ahead.slots:
+                job.logits.append(logits[row])
             if len(job.drafted) == job.wanted:
                 job.result = job.drafted
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
+        """One token for each row of logits, given its parameters and all tokens before it."""
+        return sampling.draft_tokens(
+            logits,
+            [params for params, _ in rows],
+            [before.size for _, before in rows],
+            self._vocabulary_size,
+            self._support_size,
+            [before if params.reads_context else None for params, before in rows],
+        )
 
     def check(self, job: ProposeJob) -> None:
         """The block as asked for, each token drawn from a distribution, and all of it but the last in the cache."""

@@ -12,11 +12,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic
 
 from tandem.engine.faults import ItemFault, invalid
+from tandem.engine.idle import AheadStats, IdleWork, SlotWork
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
 from tandem.engine.sampling_fields import params_of
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
@@ -69,6 +70,7 @@ class EngineStats:
     slots_used: int = 0
     running: int = 0
     waiting: int = 0
+    ahead: AheadStats = field(default_factory=AheadStats)
 
 
 class Engine(Generic[JobT]):
@@ -84,6 +86,7 @@ class Engine(Generic[JobT]):
         waiting: WaitingLimits = NO_WAITING,
         on_death: Callable[[], None],
         reuse_prefixes: bool = True,
+        idle: IdleWork | None = None,
         debug_invariants: bool = False,
     ) -> None:
         self.stats = EngineStats()
@@ -91,8 +94,13 @@ class Engine(Generic[JobT]):
         self._method = method
         self._loop = loop
         self._on_death = on_death
-        self._slots = SlotPool(lm.slots, reuse=reuse_prefixes)
+        for_sessions = lm.slots - (idle.slots if idle is not None else 0)
+        self._slots = SlotPool(for_sessions, reuse=reuse_prefixes)
         self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
+        self._idle = idle
+        if idle is not None:
+            self.stats.ahead = idle.stats
+            idle.attach(SlotWork(lm, self._ledger), for_sessions)
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
         self._jobs: dict[Session, JobT] = {}
         self._waiting_limits = waiting
@@ -187,6 +195,8 @@ class Engine(Generic[JobT]):
         job.work.reused_tokens = reused
         self._method.begin(job)
         self._scheduler.add(job)
+        if job.result is not None:
+            self._finish(job)
 
     def _seat(self, session: Session) -> bool:
         """Gives the session a slot, and what of its prefix the cache holds already; False if no slot is free for it."""
@@ -320,6 +330,8 @@ class Engine(Generic[JobT]):
             self._scheduler.remove(job)
         self._sessions -= 1
         self._waiting.pop(session, None)
+        if self._idle is not None:
+            self._idle.ended(session)
         if session.slot is not None:
             self._slots.release(session)
         return job
@@ -340,12 +352,14 @@ class Engine(Generic[JobT]):
     def _step(self) -> bool:
         """One step; True while there is work left."""
         self._flush()
+        if self._idle is not None and not len(self._scheduler):
+            self._idle.step()
         self._share_prefills()
         for batch in self._scheduler.plan():
             self._run(batch)
             self._flush()  # a chunk of prefill that comes next holds no answers up
         self._count_levels()
-        return len(self._scheduler) > 0
+        return len(self._scheduler) > 0 or (self._idle is not None and self._idle.wanted)
 
     def _count_levels(self) -> None:
         self.stats.sessions = self._sessions
@@ -405,6 +419,8 @@ class Engine(Generic[JobT]):
                 return
         self._scheduler.remove(job)
         del self._jobs[session]
+        if self._idle is not None:
+            self._idle.answered(job)
         self._answers[job.stream].append(
             Answer(
                 session.request_id,

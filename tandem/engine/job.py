@@ -95,7 +95,7 @@ class Method(Protocol[ItemT_contra, JobT]):
         """Checks the item's own fields; raises ItemFault."""
 
     def begin(self, job: JobT) -> None:
-        """The prefix is in the session; appends what is to be run with it."""
+        """The prefix is in the session; appends what is to be run with it, or sets the result where nothing needs be."""
 
     def consume(self, jobs: Sequence[JobT], logits: torch.Tensor) -> None:
         """Uses the logits, float32 [sum of the jobs' rows, padded vocabulary]. A job that is done has its `result`

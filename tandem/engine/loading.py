@@ -47,6 +47,8 @@ class ModelOptions:
     threads: int = 0
     """CPU threads; 0 leaves torch's default."""
     slots: int = 32
+    extra_slots: int = 0
+    """For the engine's own use, beyond those for sessions."""
     context_length: int = 0
     """Most tokens of a session; 0: the model's own, as far as kv_memory_bytes allows."""
     kv_memory_bytes: int = 0
@@ -91,7 +93,7 @@ def load(options: ModelOptions) -> ServedModel:
     shapes = layer_shapes(probe)
     bytes_per_token = sum(shape.numbers for shape in shapes) * probe.layers[0].keys.element_size()
     context_length = _context_length(options, config, bytes_per_token, device)
-    cache = SlotCache(shapes, options.slots, context_length, probe.layers[0].keys.dtype, device)
+    cache = SlotCache(shapes, options.slots + options.extra_slots, context_length, probe.layers[0].keys.dtype, device)
     logger.info(
         "KV cache: %d slots of %d tokens, %.1f MiB (%.1f KiB a token)",
         options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
@@ -206,7 +208,7 @@ def _context_length(options: ModelOptions, config: Any, bytes_per_token: int, de
             )
         return options.context_length
     memory = options.kv_memory_bytes or _default_kv_memory(device)
-    affordable = memory // (bytes_per_token * options.slots) - 1
+    affordable = memory // (bytes_per_token * (options.slots + options.extra_slots)) - 1
     if affordable < 1:
         raise ModelError(f"KV memory of {memory} bytes holds no token for each of the {options.slots} slots")
     return min(own, affordable) if own else affordable

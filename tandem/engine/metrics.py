@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from tandem.engine.engine import EngineStats
+    from tandem.engine.idle import AheadStats
 
 
 class EngineCollector(Collector):
@@ -50,6 +51,23 @@ class EngineCollector(Collector):
             "tandem_prefix_cache_hit_sessions", "Sessions that began with such tokens", stats.shared_sessions
         )
         yield CounterMetricFamily("tandem_failed_forwards", "Forwards that raised", stats.failed_forwards)
+        yield from _ahead(stats.ahead)
         yield CounterMetricFamily(
             "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations
         )
+
+
+def _ahead(stats: AheadStats) -> Iterable[Metric]:
+    items = CounterMetricFamily(
+        "tandem_draft_ahead_items",
+        "Items for which something was drafted ahead, by what came of it",
+        labels=["outcome"],
+    )
+    items.add_metric(["chain"], stats.chain_hits)
+    items.add_metric(["branch"], stats.branch_hits)
+    items.add_metric(["miss"], stats.misses)
+    yield items
+    yield CounterMetricFamily("tandem_draft_ahead_tokens", "Tokens drafted ahead", stats.tokens)
+    yield CounterMetricFamily("tandem_draft_ahead_used_tokens", "Tokens of them that were asked for", stats.used_tokens)
+    yield CounterMetricFamily("tandem_draft_ahead_forwards", "Forwards that drafted ahead", stats.forwards)
+    yield CounterMetricFamily("tandem_draft_ahead_failures", "Such forwards that raised", stats.failed_forwards)

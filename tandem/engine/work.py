@@ -40,6 +40,9 @@ class Work:
     last: Step | None = None
     """The last of these forwards."""
 
+    ahead: str = ""
+    """How a proposal fared with what was drafted ahead: chain, branch or miss; empty where there was nothing."""
+
     def ran(self, began_ns: int, batch_size: int) -> None:
         """A forward is over."""
         if not self.steps:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from draft_service.ahead import DraftAhead
 from draft_service.drafter import ModelDrafter
 from tandem.engine.causal_lm import CausalLM
 from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
@@ -134,8 +135,17 @@ class Engines:
         method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
         return self._start(lm, method, limits, reuse=reuse, checked=checked, waiting=waiting)
 
-    def draft(self, lm: CausalLM, support_size: int = 64, *, reuse: bool = True, **limits: int) -> Engine[Any]:
-        return self._start(lm, ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA), limits, reuse=reuse)
+    def draft(
+        self,
+        lm: CausalLM,
+        support_size: int = 64,
+        *,
+        reuse: bool = True,
+        ahead: DraftAhead | None = None,
+        **limits: int,
+    ) -> Engine[Any]:
+        drafter = ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead)
+        return self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
 
     def custom(self, lm: CausalLM, method: Any, **limits: int) -> Engine[Any]:
         return self._start(lm, method, limits)
@@ -153,6 +163,7 @@ class Engines:
         reuse: bool = True,
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
+        ahead: DraftAhead | None = None,
     ) -> Engine[Any]:
         engine = Engine(
             lm,
@@ -162,6 +173,7 @@ class Engines:
             on_death=self._died,
             waiting=waiting,
             reuse_prefixes=reuse,
+            idle=ahead,
             debug_invariants=checked,
         )
         engine.start()

@@ -1,0 +1,356 @@
+"""Drafting ahead: while the target verifies a block, the draft goes on for the outcomes that are likely.
+
+A guess is a prefix that the request may have next: j tokens of the block accepted, then some token b, which the draft
+finds likely there; or the whole block and the draft's own next token. Each guess is a row of the draft's forwards, with a
+cache slot of its own whose first columns are copied from the request's; all rows draft together, one token a step, and
+only in steps in which nothing was asked of the draft. When the next item comes, a guess whose tokens *are* its prefix
+gives up what it drafted: the answer, or the beginning of it. Any other outcome is drafted as if nothing had been done.
+
+Why the output stays what it is: a guess's tokens are draws from q given exactly its prefix, with the randomness of their
+positions, so the block that a true guess hands over is the one that would have been drafted then. Which prefixes are
+guessed is decided from q alone, and a wrong guess leaves no trace: a request's own slot is written only with what belongs
+to its own tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tandem.acceptance import Drafted
+from tandem.engine.feed import Feed
+from tandem.engine.idle import AheadStats
+from tandem.engine.session import Session, TokenBuffer
+from tandem.logit_adjustments import adjust
+from tandem.randomness import gumbel_noise_at
+from tandem.wire import IdArray
+
+if TYPE_CHECKING:
+    from draft_service.drafter import Draw, ProposeJob
+    from tandem.engine.idle import SlotWork
+    from tandem.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_ALTERNATIVES = 3
+"""Tokens besides the drafted one that are looked at for each position."""
+_COUPLED_CANDIDATES = 16
+_LEAST_CHANCE = 0.02
+"""A guess less likely than this isn't worth its row."""
+_LEAST_ACCEPTANCE = 0.5
+"""Taken for a token that the draft itself finds less likely: a greedy target agrees more often than that, and a sampled
+token is accepted by p/q, which doesn't fall with q."""
+_FAILURES = 3
+"""After so many failed forwards there is no more drafting ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """j tokens of the block, then `token_id`."""
+
+    accepted: int
+    token_id: int
+    chance: float
+
+
+@dataclass(slots=True)
+class _Position:
+    """One position of a block that was answered: what was drawn there, and what else was likely."""
+
+    acceptance: float
+    """The draft's own idea of it."""
+    alternatives: list[tuple[int, float]]
+    """Tokens, and their chance of being the recovered one."""
+
+
+class _Row:
+    """A cache slot, and the guess that it is used for."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.tokens = TokenBuffer()
+        """The guessed prefix, and what was drafted after it."""
+        self.cached = 0
+        """How many of them the slot holds."""
+        self.owner: Session | None = None
+        """Whose tokens these are, even after the guess is given up: the next guess copies only what differs."""
+        self.active = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Gives the guess up; the slot's contents stay."""
+        self.active = False
+        self.base = 0
+        """Length of the guessed prefix; 0 while the draft's own next token, its last one, is still to be drawn."""
+        self.chance = 0.0
+        self.chain = False
+        self.wanted = 0
+        self.drafted: list[Drafted] = []
+        self.logits: list[torch.Tensor] = []
+        self.sampling: SamplingParams | None = None
+
+    @property
+    def growing(self) -> bool:
+        """Whether there is something left to draft."""
+        return self.active and len(self.drafted) < self.wanted
+
+
+class DraftAhead:
+    """The guesses of all requests. Called by the step thread only."""
+
+    def __init__(self, rows: int, vocabulary_size: int) -> None:
+        """`rows` is the budget: guesses at a time, of all requests together."""
+        self.slots = rows
+        self.stats = AheadStats()
+        self._vocabulary_size = vocabulary_size
+        self._work: SlotWork | None = None
+        self._draw: Draw | None = None
+        self._rows: list[_Row] = []
+        self._answered: dict[Session, ProposeJob] = {}
+
+    def attach(self, work: SlotWork, first_slot: int) -> None:
+        """The engine's: what runs feeds and copies columns, and the first of the slots that are not for sessions."""
+        self._work = work
+        self._rows = [_Row(first_slot + index) for index in range(self.slots)]
+
+    def draws_with(self, draw: Draw) -> None:
+        """The drafter's: how a token is drawn from logits."""
+        self._draw = draw
+
+    # What the drafter tells.
+
+    def claim(self, job: ProposeJob) -> list[Drafted]:
+        """What was drafted ahead after exactly the tokens of the item's prefix, its keys and values in the session's slot;
+        empty where there was no such guess. Ends all guesses of the session."""
+        session = job.session
+        self._answered.pop(session, None)
+        rows = [row for row in self._rows if row.active and row.owner is session]
+        if not rows:
+            return []
+        found = next((row for row in rows if row.drafted and _came_true(row, job)), None)
+        drafted: list[Drafted] = []
+        if found is None:
+            self.stats.misses += 1
+            job.work.ahead = "miss"
+        else:
+            drafted = found.drafted[: job.wanted]
+            job.logits = found.logits[: job.wanted]
+            self._hand_over(found, session, len(drafted))
+            self._count_hit(found, job, len(drafted))
+        for row in rows:
+            row.clear()
+        return drafted
+
+    def _hand_over(self, row: _Row, session: Session, drafted: int) -> None:
+        held = row.base + drafted - 1  # the last one drafted was not run
+        self._copy(row.slot, session.slot, session.cached_length, held)
+        session.cached_length = held
+
+    def _count_hit(self, row: _Row, job: ProposeJob, drafted: int) -> None:
+        self.stats.used_tokens += drafted
+        if row.chain:
+            self.stats.chain_hits += 1
+        else:
+            self.stats.branch_hits += 1
+        job.work.ahead = "chain" if row.chain else "branch"
+
+    # What the engine tells.
+
+    def answered(self, job: ProposeJob) -> None:
+        """The block is on its way to the target."""
+        if job.drafted and len(job.logits) == len(job.drafted):
+            self._answered[job.session] = job
+
+    def ended(self, session: Session) -> None:
+        """The request is over."""
+        self._answered.pop(session, None)
+        for row in self._rows:
+            if row.owner is session:
+                row.clear()
+                row.owner, row.cached = None, 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do while the draft is idle."""
+        return bool(self._answered) or any(row.growing for row in self._rows)
+
+    def step(self) -> None:
+        """One forward at most, for all guesses together."""
+        try:
+            for session, job in list(self._answered.items()):
+                if session.cached_length == session.prefix_length + len(job.drafted) - 1:  # else it was dropped since
+                    self._plan(session, job)
+                del self._answered[session]
+            rows = [row for row in self._rows if row.growing]
+            if rows:
+                self._grow(rows)
+        except Exception:
+            # What was guessed is lost, and nothing else: the requests' own slots are not touched here.
+            self.stats.failed_forwards += 1
+            logger.warning("drafting ahead failed", exc_info=True)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._answered.clear()
+        for row in self._rows:
+            row.clear()
+            row.owner, row.cached = None, 0
+        if self.stats.failed_forwards >= _FAILURES:
+            logger.error("no more drafting ahead, after %d failures", self.stats.failed_forwards)
+            self._rows = []
+
+    # Guessing.
+
+    def _plan(self, session: Session, job: ProposeJob) -> None:
+        """Starts the guesses for a block that was just answered."""
+        positions = [
+            self._position(logits, drafted.token_id, job.sampling, session.tokens.view(0, session.prefix_length + index))
+            for index, (logits, drafted) in enumerate(zip(job.logits, job.drafted, strict=True))
+        ]
+        own = self._own_token(job, positions)
+        others = sorted(_guesses(positions[: job.block]), key=lambda guess: guess.chance, reverse=True)
+        # The draft's own way comes first: without it a block that stands, the best outcome, would find nothing ready.
+        guesses = [own, *(guess for guess in others if guess.chance >= _LEAST_CHANCE)]
+        for row, guess in zip(self._free_rows(session, len(guesses)), guesses, strict=False):
+            self._start(row, guess, session, job)
+
+    def _own_token(self, job: ProposeJob, positions: list[_Position]) -> _Guess:
+        """The guess that the whole block stands, and that the draft's own next token follows: known where the block came
+        with a look-ahead, else still to be drawn, which is written as -1."""
+        chance = math.prod(position.acceptance for position in positions[: job.block])
+        if len(job.drafted) > job.block:
+            return _Guess(job.block, job.drafted[job.block].token_id, chance * positions[job.block].acceptance)
+        return _Guess(job.block, -1, chance)
+
+    def _position(self, logits: torch.Tensor, drawn: int, sampling: SamplingParams, before: IdArray) -> _Position:
+        scores = adjust(logits[None, : self._vocabulary_size], [sampling.adjustments], [before.size], [before])[0]
+        if sampling.temperature > 0.0:
+            scores = scores / sampling.temperature
+        count = min(_COUPLED_CANDIDATES if sampling.coupled else _ALTERNATIVES + 1, scores.shape[-1])
+        best = scores.topk(count)
+        ids = best.indices.cpu().numpy()
+        weights = (best.values - scores.logsumexp(-1)).exp().double().cpu().numpy()
+        if sampling.coupled and sampling.temperature > 0.0:
+            # The target adds the same noise: its choice is among those that stand out with it.
+            noisy = np.log(weights + 1e-30) + gumbel_noise_at([sampling.seed], [before.size], ids[None])[0]
+            weights = np.exp(noisy - noisy.max())
+            weights /= weights.sum()
+        own = float(weights[ids == drawn].sum())
+        others = sorted(
+            ((int(token), float(weight)) for token, weight in zip(ids, weights, strict=True) if token != drawn),
+            key=lambda pair: pair[1],
+            reverse=True,
+        )[:_ALTERNATIVES]
+        rest = max(1.0 - own, 1e-6)
+        return _Position(
+            acceptance=max(own, _LEAST_ACCEPTANCE),
+            alternatives=[(token, weight / rest) for token, weight in others],
+        )
+
+    def _free_rows(self, session: Session, count: int) -> list[_Row]:
+        """Rows without a guess, those first whose slots hold the session's tokens; if need be, from those requests that
+        have more than their share."""
+        if not self._rows:
+            return []
+        free = [row for row in self._rows if not row.active]
+        owners = {id(row.owner) for row in self._rows if row.active}
+        share = max(1, len(self._rows) // (len(owners) + 1))
+        while len(free) < min(count, share):
+            held = [row for row in self._rows if row.active]
+            counts = {id(row.owner): sum(other.owner is row.owner for other in held) for row in held}
+            victim = max(held, key=lambda row: (counts[id(row.owner)], -row.chance))
+            if counts[id(victim.owner)] <= share:
+                break
+            victim.clear()
+            free.append(victim)
+        return sorted(free, key=lambda row: row.owner is not session)
+
+    def _start(self, row: _Row, guess: _Guess, session: Session, job: ProposeJob) -> None:
+        length = session.prefix_length + guess.accepted
+        assert self._work is not None
+        wanted = min(job.wanted, self._work.max_length - length - 1)
+        if wanted < 1:
+            return
+        own = guess.token_id < 0
+        shared = min(length, session.cached_length)
+        self._fill(row, session, session.tokens.view(0, length), shared)
+        if not own:
+            row.tokens.append(guess.token_id)
+        row.base = 0 if own else row.tokens.length
+        row.chain = guess.accepted == job.block and (own or guess.token_id == job.drafted[-1].token_id)
+        row.chance, row.wanted, row.sampling, row.active = guess.chance, wanted, job.sampling, True
+
+    def _fill(self, row: _Row, session: Session, token_ids: IdArray, shared: int) -> None:
+        """Lets the row hold `token_ids`, the first `shared` of them with the keys and values of the session's slot."""
+        keep = 0
+        if row.owner is session:
+            keep = _common(row.tokens.view(0, min(row.cached, shared)), token_ids[:shared])
+        row.clear()
+        self._copy(session.slot, row.slot, keep, shared)
+        row.owner = session
+        row.tokens.crop(0)
+        row.tokens.extend(token_ids)
+        row.cached = shared
+
+    # Growing.
+
+    def _grow(self, rows: list[_Row]) -> None:
+        """Runs what is pending in each row, and draws its next token."""
+        assert self._work is not None
+        assert self._draw is not None
+        logits = self._work.forward(
+            [Feed(row.slot, row.cached, row.tokens.view(row.cached, row.tokens.length), rows=1) for row in rows]
+        )
+        drawn = self._draw(
+            logits, [(row.sampling, row.tokens.view(0, row.tokens.length)) for row in rows if row.sampling is not None]
+        )
+        self.stats.forwards += 1
+        for index, (row, drafted) in enumerate(zip(rows, drawn, strict=True)):
+            row.cached = row.tokens.length
+            row.tokens.append(drafted.token_id)
+            if row.base:
+                row.drafted.append(drafted)
+                row.logits.append(logits[index])
+                self.stats.tokens += 1
+            else:
+                row.base = row.tokens.length
+
+    def _copy(self, source: int | None, target: int | None, start: int, end: int) -> None:
+        assert self._work is not None
+        assert source is not None
+        assert target is not None
+        if end > start:
+            self._work.copy(source, target, start, end)
+
+
+def _came_true(row: _Row, job: ProposeJob) -> bool:
+    """Whether the row drafted after exactly the tokens of the item's prefix, and as the item asks."""
+    session = job.session
+    return (
+        row.base == session.prefix_length
+        and row.sampling is job.sampling
+        and bool(np.array_equal(row.tokens.view(0, row.base), session.tokens.view(0, row.base)))
+    )
+
+
+def _guesses(positions: Sequence[_Position]) -> list[_Guess]:
+    """Rejections at each position, and the tokens that may be recovered there."""
+    guesses = []
+    reached = 1.0
+    for accepted, position in enumerate(positions):
+        rejected = reached * (1.0 - position.acceptance)
+        guesses += [_Guess(accepted, token, rejected * share) for token, share in position.alternatives]
+        reached *= position.acceptance
+    return guesses
+
+
+def _common(one: IdArray, other: IdArray) -> int:
+    size = min(one.size, other.size)
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if differs.size else size

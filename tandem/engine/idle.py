@@ -1,0 +1,85 @@
+"""What a method may do in steps in which nothing was asked of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tandem.engine.job import RaggedModel
+from tandem.engine.session import Session
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.feed import Feed
+    from tandem.engine.slot_ledger import SlotLedger
+
+
+class SlotWork:
+    """A model's forwards and copies, entered in the ledger where one is kept."""
+
+    def __init__(self, lm: RaggedModel, ledger: SlotLedger | None) -> None:
+        self.max_length = lm.max_length
+        self._lm = lm
+        self._ledger = ledger
+
+    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """The wanted logits, float32 [sum of rows, padded vocabulary]."""
+        logits = self._lm.forward(feeds)
+        if self._ledger is not None:
+            for feed in feeds:
+                self._ledger.ran(feed)
+        return logits
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Lets slot `target` hold what slot `source` holds for the tokens start to end."""
+        self._lm.copy_tokens(source, target, start, end)
+        if self._ledger is not None:
+            self._ledger.copied(source, target, start, end)
+
+
+@dataclass(slots=True)
+class AheadStats:
+    """Counters since the start; written by the step thread, to be read from anywhere."""
+
+    chain_hits: int = 0
+    """Items whose prefix was the whole block and the draft's own next token."""
+    branch_hits: int = 0
+    """Items whose prefix was another guess."""
+    misses: int = 0
+    """Items whose prefix was not among the guesses that had been made."""
+    tokens: int = 0
+    """Tokens drafted ahead."""
+    used_tokens: int = 0
+    forwards: int = 0
+    failed_forwards: int = 0
+
+
+class IdleWork(Protocol):
+    """Called by the step thread only. It must not raise, and touch no slot of a session outside of the method's own
+    calls."""
+
+    @property
+    def stats(self) -> AheadStats:
+        """What came of it."""
+
+    @property
+    def slots(self) -> int:
+        """Slots it needs for itself."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do."""
+
+    def attach(self, work: SlotWork, first_slot: int) -> None:
+        """Before anything else: what to work with, and which slots are its own."""
+
+    def step(self) -> None:
+        """One forward at most: whatever is asked meanwhile waits for it."""
+
+    def answered(self, job: Any) -> None:
+        """A job is done; its session stays as it is until the next item."""
+
+    def ended(self, session: Session) -> None:
+        """The session is gone, and its slot with it."""

@@ -1,0 +1,266 @@
+"""Drafting ahead: what the draft does between items is of use, harms nobody, and is seen nowhere in what it proposes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service import ahead as ahead_module
+from draft_service.ahead import DraftAhead
+from tandem.engine.feed import Feed
+from tandem.engine.stream import Answer
+from tandem.v1 import sampling_pb2
+from tests.engine.harness import GREEDY, Client, Engines, propose_item, reason, sampled, settled, speculative
+from tests.engine.models import VOCABULARY, over_slots, random_ids, random_model
+
+ROWS = 5
+ROUNDS = [3, 3, 2, 5, 5, 1, 1, 8, 3, 0, 0, 4, 4]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    """A target, and a draft that agrees with it about as often as not."""
+    target = random_model()
+    draft = deepcopy(target)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.015)
+    return target, draft
+
+
+async def nothing_left(ahead: DraftAhead) -> None:
+    """Waits until all guesses are drafted for."""
+    while ahead.wanted:  # noqa: ASYNC110 - the step thread knows no events
+        await asyncio.sleep(0.0005)
+
+
+class UnhurriedTarget(Client):
+    """Verifies only once the draft has nothing left to do ahead."""
+
+    ahead: DraftAhead | None = None
+
+    async def ask(self, item: Any) -> Answer:
+        if self.ahead is not None:
+            await nothing_left(self.ahead)
+        return await super().ask(item)
+
+
+class Pair:
+    """A target and a draft at work."""
+
+    def __init__(self, engines: Engines, pair: tuple[Any, Any], rows: int) -> None:
+        self.ahead = DraftAhead(rows, VOCABULARY) if rows else None
+        self.engine = engines.draft(over_slots(pair[1], slots=8 + rows, max_length=160), 16, ahead=self.ahead)
+        self.draft = Client(self.engine)
+        self.target = UnhurriedTarget(engines.target(over_slots(pair[0], max_length=160)))
+        self.target.ahead = self.ahead
+
+    async def run(self, name: str, sampling: sampling_pb2.Sampling, *, look_ahead: bool = False) -> Any:
+        prompt = random_ids(len(name), 12)
+        result = await speculative(self.target, self.draft, name, prompt, ROUNDS, sampling, look_ahead=look_ahead)
+        for client in (self.draft, self.target):
+            client.engine.release(client.stream, [name])
+        return result
+
+
+SETTINGS = {
+    "greedy": GREEDY,
+    "warm": sampled(1, 0.7),
+    "sampled": sampled(2, 1.0),
+    "coupled": sampled(3, 1.0, coupled=True),
+}
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+async def test_text_and_blocks_are_those_of_a_draft_that_never_works_ahead(
+    engines: Engines, pair: tuple[Any, Any], look_ahead: bool
+) -> None:
+    """Token for token under REJECTION too, so that its law can't be another. The engines check that each slot holds what
+    its session believes, after every answer."""
+    eager, lazy = Pair(engines, pair, ROWS), Pair(engines, pair, 0)
+    for name, sampling in SETTINGS.items():
+        for seed in range(2):
+            each = sampling_pb2.Sampling.FromString(sampling.SerializeToString())
+            each.seed += seed
+            request = f"{name}{seed}"
+            assert await eager.run(request, each, look_ahead=look_ahead) == await lazy.run(
+                request, each, look_ahead=look_ahead
+            )
+    stats = eager.engine.stats
+    assert stats.invariant_violations == stats.ahead.failed_forwards == 0
+    assert stats.ahead.chain_hits > 5
+    assert stats.ahead.branch_hits > 5
+    assert stats.ahead.misses > 5
+    assert 0 < stats.ahead.used_tokens < stats.ahead.tokens
+    assert all(answer.work.ahead in ("", "chain", "branch", "miss") for answer in eager.draft.answers if answer.work)
+
+
+async def test_many_at_once_are_as_each_alone(engines: Engines, pair: tuple[Any, Any]) -> None:
+    """Rows change hands between requests, and the draft is busy most of the time."""
+    eager, lazy = Pair(engines, pair, ROWS), Pair(engines, pair, 0)
+    eager.target.ahead = None
+    names = [f"{name}{index}" for name in SETTINGS for index in range(2)]
+    alone = [await lazy.run(name, SETTINGS[name[:-1]]) for name in names]
+    for _ in range(3):
+        assert await asyncio.gather(*(eager.run(name, SETTINGS[name[:-1]]) for name in names)) == alone
+    assert eager.engine.stats.invariant_violations == 0
+
+
+async def test_a_draft_that_is_the_target_has_every_block_ready(engines: Engines) -> None:
+    """Any acceptance below 1 would be a cache fault; each block but the first was drafted ahead, all of it."""
+    model = random_model()
+    same = Pair(engines, (model, model), ROWS)
+    prompt = random_ids(1, 9)
+    _, accepted = await speculative(same.target, same.draft, "a", prompt, [4] * 20, GREEDY)
+    assert accepted == [4] * 20
+    assert same.engine.stats.ahead.chain_hits == 19
+    works = [answer.work for answer in same.draft.answers if answer.work is not None]
+    assert [work.steps for work in works[1:]] == [0] * 19
+
+
+async def test_a_guess_that_did_not_come_true_is_caught_if_used(
+    engines: Engines, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a guess of the right length is taken for the prefix."""
+    monkeypatch.setattr(ahead_module, "_came_true", lambda row, job: row.base == job.session.prefix_length)
+    eager = Pair(engines, pair, ROWS)
+    with pytest.raises(AssertionError):
+        await eager.run("greedy", GREEDY)
+    assert eager.engine.stats.invariant_violations > 0
+
+
+async def test_tokens_of_another_guess_are_caught(
+    engines: Engines, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the right keys and values, with the tokens that another guess drafted."""
+    claim = DraftAhead.claim
+
+    mixed = []
+
+    def mixed_up(self: DraftAhead, job: Any) -> Any:
+        others = [row.drafted for row in self._rows if row.active and row.owner is job.session]
+        drafted = claim(self, job)
+        wrong = (
+            [other for other in others if len(other) >= len(drafted) and other[0] is not drafted[0]] if drafted else []
+        )
+        mixed.extend(wrong[:1])
+        return wrong[0][: len(drafted)] if wrong else drafted
+
+    monkeypatch.setattr(DraftAhead, "claim", mixed_up)
+    eager = Pair(engines, pair, ROWS)
+    with pytest.raises(AssertionError):
+        for index in range(8):
+            await eager.run(f"sampled{index}", SETTINGS["sampled"])
+    assert mixed
+    assert eager.engine.stats.invariant_violations > 0
+
+
+async def test_whoever_asks_waits_for_one_step_at_most(engines: Engines) -> None:
+    model = random_model()
+    lm = over_slots(model, slots=8 + ROWS, max_length=160)
+    ahead = DraftAhead(ROWS, VOCABULARY)
+    steps: list[str] = []
+    forward = lm.forward
+
+    def recorded(feeds: Sequence[Feed]) -> torch.Tensor:
+        steps.append("ahead" if feeds[0].slot >= 8 else "item")
+        time.sleep(0.005)
+        return forward(feeds)
+
+    lm.forward = recorded  # type: ignore[method-assign]
+    client = Client(engines.draft(lm, ahead=ahead))
+    await client.ask(propose_item("a", 0, random_ids(1, 9), 0, 8, sampling=GREEDY))
+    await asyncio.sleep(0.02)
+    assert ahead.wanted, "there is a lot to draft ahead"
+    before = len(steps)
+    await client.ask(propose_item("b", 0, random_ids(2, 9), 0, 6, sampling=GREEDY))
+    assert steps[before:][:2].count("ahead") <= 1
+    assert steps[before:].count("ahead") <= 1 + 1, "not between its own steps either"
+
+
+async def test_slots_are_kept_apart_and_rows_end_with_the_request(engines: Engines) -> None:
+    lm = over_slots(random_model(), slots=2 + ROWS, max_length=60)
+    ahead = DraftAhead(ROWS, VOCABULARY)
+    engine = engines.draft(lm, ahead=ahead)
+    client = Client(engine)
+    for name in ("a", "b"):
+        assert reason(await client.ask(propose_item(name, 0, random_ids(1, 9), 0, 3, sampling=GREEDY))) == ""
+    full = await client.ask(propose_item("c", 0, random_ids(1, 9), 0, 3, sampling=GREEDY))
+    assert reason(full) == "RESOURCE_EXHAUSTED"
+    await nothing_left(ahead)
+    assert {id(row.owner) for row in ahead._rows if row.active} == {
+        id(each) for each in client.stream.sessions.values()
+    }
+    engine.release(client.stream, ["a"])
+    engine.close(client.stream)
+    await settled(engine)
+    assert not any(row.active or row.owner for row in ahead._rows)
+    assert engine.stats.slots_used == 0
+
+
+async def test_the_end_of_the_context_is_respected(engines: Engines) -> None:
+    lm = over_slots(random_model(), slots=2 + ROWS, max_length=40)
+    ahead = DraftAhead(ROWS, VOCABULARY)
+    client = Client(engines.draft(lm, ahead=ahead))
+    for length in range(30, 39):
+        tokens = random_ids(length, length)
+        await client.ask(propose_item(str(length), 0, tokens, 0, 40 - length, sampling=GREEDY))
+        await nothing_left(ahead)
+        client.engine.release(client.stream, [str(length)])
+    assert ahead.stats.failed_forwards == 0
+    assert ahead.stats.forwards > 0
+
+
+async def test_a_forward_that_fails_ahead_harms_nobody(engines: Engines, pair: tuple[Any, Any]) -> None:
+    lazy = await Pair(engines, pair, 0).run("greedy", GREEDY)
+    eager = Pair(engines, pair, ROWS)
+    lm = eager.engine._lm
+    healthy = lm.forward
+
+    def forward(feeds: Sequence[Feed]) -> torch.Tensor:
+        if feeds[0].slot >= 8:
+            raise RuntimeError("out of memory")
+        return healthy(feeds)
+
+    lm.forward = forward  # type: ignore[method-assign]
+    assert await eager.run("greedy", GREEDY) == lazy
+    stats = eager.engine.stats
+    assert (stats.ahead.failed_forwards, stats.failed_forwards, engines.deaths) == (3, 0, 0)
+
+
+async def test_a_changed_item_is_not_answered_from_a_guess(engines: Engines, pair: tuple[Any, Any]) -> None:
+    """Other sampling, a rebuilt cache, a longer or a shorter block."""
+    eager, lazy = Pair(engines, pair, ROWS), Pair(engines, pair, 0)
+    chooser = random.Random(3)
+    tokens = random_ids(7, 10)
+    held = [0, 0]
+    for epoch in range(40):
+        gamma = chooser.choice((1, 2, 4, 7))
+        sampling = sampled(chooser.randrange(3), chooser.choice((0.5, 1.0))) if epoch % 5 == 0 else None
+        rebuilt = chooser.random() < 0.2
+        blocks = []
+        for side, each in enumerate((eager, lazy)):
+            base = 0 if rebuilt else held[side]
+            answer = await each.draft.ask(propose_item("a", epoch, tokens, base, gamma, sampling=sampling))
+            assert reason(answer) == ""
+            held[side] = answer.cached_length
+            blocks.append([(one.token_id, one.support_ids.tolist()) for one in answer.result])
+        assert blocks[0] == blocks[1]
+        assert eager.ahead is not None
+        await nothing_left(eager.ahead)
+        kept = chooser.randrange(gamma + 1)
+        follow = [one[0] for one in blocks[0][:kept]] + [chooser.randrange(3, VOCABULARY)]
+        held = [min(length, tokens.size + kept) for length in held]
+        tokens = np.concatenate([tokens, np.array(follow, dtype=np.uint32)])
+        if tokens.size > 140:
+            break
