@@ -210,7 +210,9 @@ class DraftAhead:
     def _plan(self, session: Session, job: ProposeJob) -> None:
         """Starts the guesses for a block that was just answered."""
         positions = [
-            self._position(logits, drafted.token_id, job.sampling, session.tokens.view(0, session.prefix_length + index))
+            self._position(
+                logits, drafted.token_id, job.sampling, session.tokens.view(0, session.prefix_length + index)
+            )
             for index, (logits, drafted) in enumerate(zip(job.logits, job.drafted, strict=True))
         ]
         own = self._own_token(job, positions)
@@ -334,7 +336,7 @@ def _came_true(row: _Row, job: ProposeJob) -> bool:
     session = job.session
     return (
         row.base == session.prefix_length
-        and row.sampling is job.sampling
+        and row.sampling == job.sampling
         and bool(np.array_equal(row.tokens.view(0, row.base), session.tokens.view(0, row.base)))
     )
 
