@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from transformers.generation.logits_process import (
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
 from tests.support.generation import gather, request
 from tests.support.reference import Reference
-from tests.support.services import MODELS, running_stack
+from tests.support.services import MODELS, free_port, running_stack
 
 ALPHA = 1e-3
 """Of each p-value; the seeds are fixed, so what passes once passes always, up to float32 rounding of the machine."""
@@ -42,6 +43,7 @@ PROMPT = [3, 4, 5]
 TOKENS = 32
 REQUESTS = 3_200
 """Times 32: 102,400 tokens for each setting and gamma."""
+AHEAD_REQUESTS = 800
 FAULT_REQUESTS = 1_000
 CONCURRENCY = 64
 BINS = 50
@@ -125,7 +127,9 @@ def p_values(uniforms: Uniforms) -> dict[str, float]:
     }
 
 
-def sample(address: str, setting: Setting, gamma: int, requests: int, method: int = 0) -> Sequences:
+def sample(
+    address: str, setting: Setting, gamma: int, requests: int, method: int = 0, concurrency: int = CONCURRENCY
+) -> Sequences:
     """The completions of seeds 0, 1, 2, …, shape [requests, TOKENS]."""
 
     async def one(stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub, seed: int) -> list[int]:
@@ -145,7 +149,7 @@ def sample(address: str, setting: Setting, gamma: int, requests: int, method: in
                 for seed in seeds:
                     sequences[seed] = await one(stub, seed)
 
-            await asyncio.gather(*(caller() for _ in range(CONCURRENCY)))
+            await asyncio.gather(*(caller() for _ in range(concurrency)))
         return sequences
 
     return asyncio.run(run())
@@ -195,6 +199,27 @@ def test_the_law_is_the_targets_with_look_ahead(
         sequences = sample(address, SETTINGS["plain"], 3, REQUESTS, method)
     found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
     assert min(found.values()) > ALPHA, found
+
+
+@pytest.mark.timeout(600)
+def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws: Laws) -> None:
+    """Few requests at a time: a busy draft doesn't work ahead. That blocks are the same with it and without is proved
+    token for token in tests/engine/test_ahead.py."""
+    metrics = f"127.0.0.1:{free_port()}"
+    options = {
+        "TANDEM_DRAFT_AHEAD_ROWS": "6",
+        "TANDEM_DRAFT_METRICS_LISTEN": metrics,
+        "TANDEM_LOOK_AHEAD": "true",
+        "TANDEM_DRAFT_SUPPORT_SIZE": "4",
+    }
+    with stat_stack(tmp_path, **options) as address:
+        sequences = sample(address, SETTINGS["plain"], 3, AHEAD_REQUESTS, concurrency=3)
+        with urllib.request.urlopen(f"http://{metrics}/metrics") as page:
+            counts = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#")
+    found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
+    assert min(found.values()) > ALPHA, found
+    for outcome in ("chain", "branch"):
+        assert float(counts[f'tandem_draft_ahead_items_total{{outcome="{outcome}"}}']) > AHEAD_REQUESTS
 
 
 @pytest.mark.timeout(600)

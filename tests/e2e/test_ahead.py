@@ -1,0 +1,89 @@
+"""A draft that works ahead changes what a caller waits, and nothing that it sees."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import sampling_pb2
+from tests.support.generation import Generation, generate, generate_all, request
+from tests.support.reference import Reference
+from tests.support.services import MODELS, free_port, running_stack
+
+GAMMAS: dict[str, dict[str, Any]] = {
+    **{str(gamma): {"num_speculative_tokens": gamma} for gamma in (0, 1, 2, 5, 8)},
+    "auto": {"adaptive_speculative_tokens": True},
+}
+PROMPTS = [[5, 6, 7], [77] * 48, list(range(10, 90))]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[grpc.Channel, str]]:
+    """The tiny pair, its draft at work ahead; a channel, and where the draft's metrics are."""
+    metrics = f"127.0.0.1:{free_port()}"
+    environment = {
+        "TANDEM_DRAFT_AHEAD_ROWS": "4",
+        "TANDEM_DRAFT_METRICS_LISTEN": metrics,
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
+        "TANDEM_DEBUG_INVARIANTS": "true",
+    }
+    folder = tmp_path_factory.mktemp("eager")
+    with (
+        running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
+        grpc.insecure_channel(stack.orchestrator.address) as channel,
+    ):
+        yield channel, f"http://{metrics}/metrics"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    reference = Reference(MODELS / "tiny-target")
+    return [reference.greedy(prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_greedy_is_token_exact(eager: tuple[grpc.Channel, str], expected: list[list[int]], gamma: str) -> None:
+    """One at a time, where the draft has most time, and together, where it has least."""
+    channel, _ = eager
+    fields = {"temperature": 0, "max_tokens": TOKENS, **GAMMAS[gamma]}
+    alone = [generate(channel, prompt, **fields) for prompt in PROMPTS]
+    together = generate_all(channel, (request(prompt, **fields) for prompt in PROMPTS))
+    for results in (alone, together):
+        assert [result.ids for result in results] == expected
+        assert sum(result.speculation.degraded_rounds for result in results) == 0
+
+
+@pytest.mark.parametrize("method", ["REJECTION", "COUPLED"])
+def test_sampled_text_is_that_of_a_draft_that_waits(
+    eager: tuple[grpc.Channel, str], tiny_channel: grpc.Channel, method: str
+) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": TOKENS,
+        "num_speculative_tokens": 3,
+        "acceptance_method": sampling_pb2.AcceptanceMethod.Value(f"ACCEPTANCE_METHOD_{method}"),
+    }
+    for seed in range(8):
+        seen = [_seen(generate(channel, PROMPTS[0], seed=seed, **fields)) for channel in (eager[0], tiny_channel)]
+        assert seen[0] == seen[1], seed
+
+
+def _seen(result: Generation) -> tuple[Any, ...]:
+    assert result.speculation.degraded_rounds == 0
+    return (*result.seen, result.kinds, list(result.speculation.accepted_tokens_per_position))
+
+
+def test_the_draft_counts_what_came_of_it(eager: tuple[grpc.Channel, str]) -> None:
+    channel, metrics = eager
+    generate(channel, PROMPTS[0], temperature=0, max_tokens=200, ignore_eos=True, num_speculative_tokens=2)
+    with urllib.request.urlopen(metrics) as page:
+        lines = page.read().decode().splitlines()
+    counts = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    assert counts['tandem_draft_ahead_items_total{outcome="chain"}'] > 0
+    assert counts['tandem_draft_ahead_items_total{outcome="branch"}'] > 0
+    assert 0 < counts["tandem_draft_ahead_used_tokens_total"] < counts["tandem_draft_ahead_tokens_total"]
+    assert counts["tandem_draft_ahead_failures_total"] == counts["tandem_invariant_violations_total"] == 0
