@@ -135,22 +135,28 @@ class DraftAhead:
             return []
         found = next((row for row in rows if row.drafted and _came_true(row, job)), None)
         drafted: list[Drafted] = []
-        if found is None:
-            self.stats.misses += 1
-            job.work.ahead = "miss"
-        else:
+        if found is not None and self._hand_over(found, session, min(len(found.drafted), job.wanted)):
             drafted = found.drafted[: job.wanted]
             job.logits = found.logits[: job.wanted]
-            self._hand_over(found, session, len(drafted))
             self._count_hit(found, job, len(drafted))
+        else:
+            self.stats.misses += 1
+            job.work.ahead = "miss"
         for row in rows:
             row.clear()
         return drafted
 
-    def _hand_over(self, row: _Row, session: Session, drafted: int) -> None:
+    def _hand_over(self, row: _Row, session: Session, drafted: int) -> bool:
+        """False where copying failed: the session's slot then holds what it held, as far as its length says."""
         held = row.base + drafted - 1  # the last one drafted was not run
-        self._copy(row.slot, session.slot, session.cached_length, held)
+        try:
+            self._copy(row.slot, session.slot, session.cached_length, held)
+        except Exception:
+            self.stats.failed_forwards += 1
+            logger.warning("what was drafted ahead can't be handed over", exc_info=True)
+            return False
         session.cached_length = held
+        return True
 
     def _count_hit(self, row: _Row, job: ProposeJob, drafted: int) -> None:
         self.stats.used_tokens += drafted
