@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import time
@@ -22,9 +23,9 @@ import redis
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import Generation, generate
-from tests.support.services import MODELS, Stack, free_port, running_stack
+from tests.support.services import MODELS, REPOSITORY, Stack, free_port, running_stack
 
-MODEL = "tiny"
+MODEL = "demo"
 PROMPT = "def read_lines(path):\n"
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "Read a file, über 1 GB."}]
 GAMMAS = (0, 2, 5)
@@ -414,6 +415,31 @@ def test_two_requests_on_one_connection(service: Service) -> None:
     second = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
     assert first.json()["choices"][0]["text"] == second.json()["choices"][0]["text"]
     assert "connection" not in first.headers
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", readme_blocks("python"))
+def test_the_readmes_python_runs(
+    service: Service, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    code = block.replace("127.0.0.1:50051", service.stack.orchestrator.address)
+    code = code.replace("http://127.0.0.1:8000/v1", service.base)
+    assert code != block
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readmes_curl_works(service: Service) -> None:
+    (block,) = [block for block in readme_blocks("sh") if "/v1/chat/completions" in block]
+    body = re.search(r"-d '(.*?)'", block, re.DOTALL)
+    assert body is not None
+    answer = service.http.post("/v1/chat/completions", json=json.loads(body[1]))
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 # Last: it ends the orchestrator.

@@ -1,0 +1,137 @@
+"""Between the plain values and the messages of the contract."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grpc
+
+from tandem.v1 import orchestrator_pb2, sampling_pb2
+
+from .errors import ProtocolError
+from .values import (
+    Chunk,
+    FinishReason,
+    GeneratedToken,
+    GenerationFinish,
+    GenerationOptions,
+    GenerationStart,
+    Message,
+    Prompt,
+    Speculation,
+    TokenKind,
+)
+
+_OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens"})
+"""Where false is not the same as unset."""
+_CONVERTED = frozenset({"method", "bad_words_token_ids", "logprobs_mode"})
+
+
+def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -> orchestrator_pb2.GenerateRequest:
+    """The wire form of a request; raises ValueError where a value doesn't fit its field at all."""
+    set_fields = {
+        name: value
+        for name, value in dataclasses.asdict(options).items()
+        if name not in _CONVERTED
+        and value is not None
+        and (value is not False or name in _OPTIONAL_FLAGS)
+        and value != ()
+    }
+    request = orchestrator_pb2.GenerateRequest(request_id=request_id, **set_fields)
+    if options.method is not None:
+        request.acceptance_method = sampling_pb2.AcceptanceMethod.Value(
+            f"ACCEPTANCE_METHOD_{options.method.name}",
+        )
+    if options.logprobs_mode is not None:
+        request.logprobs_mode = sampling_pb2.LogprobsMode.Value(f"LOGPROBS_MODE_{options.logprobs_mode.name}")
+    request.bad_words_token_ids.extend(sampling_pb2.TokenSequence(ids=ids) for ids in options.bad_words_token_ids)
+    _set_prompt(request, prompt)
+    return request
+
+
+def _set_prompt(request: orchestrator_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    messages = [part for part in prompt if isinstance(part, Message)]
+    if messages:
+        request.messages.messages.extend(
+            orchestrator_pb2.ChatMessage(role=message.role, content=message.content) for message in messages
+        )
+    else:
+        request.token_ids.ids.extend(part for part in prompt if isinstance(part, int))
+
+
+_KINDS = {
+    orchestrator_pb2.TOKEN_KIND_ACCEPTED: TokenKind.ACCEPTED,
+    orchestrator_pb2.TOKEN_KIND_RECOVERED: TokenKind.RECOVERED,
+    orchestrator_pb2.TOKEN_KIND_BONUS: TokenKind.BONUS,
+    orchestrator_pb2.TOKEN_KIND_REPLAYED: TokenKind.REPLAYED,
+}
+_REASONS = {
+    orchestrator_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    orchestrator_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+def to_chunk(response: orchestrator_pb2.GenerateResponse) -> Chunk:
+    return Chunk(
+        start=_to_start(response.start) if response.HasField("start") else None,
+        tokens=tuple(_to_token(token) for token in response.tokens),
+        text=response.text,
+        finish=_to_finish(response.finish) if response.HasField("finish") else None,
+        index=response.index,
+    )
+
+
+def _to_start(start: orchestrator_pb2.GenerationStart) -> GenerationStart:
+    return GenerationStart(
+        start.request_id,
+        start.seed,
+        start.prompt_tokens,
+        start.model,
+        tuple(start.prompt_token_ids),
+        start.prompt_text,
+    )
+
+
+def _to_token(token: orchestrator_pb2.GeneratedToken) -> GeneratedToken:
+    kind = _KINDS.get(token.kind)
+    if kind is None:
+        raise ProtocolError(grpc.StatusCode.INTERNAL, f"a token of unknown kind {token.kind}")
+    return GeneratedToken(
+        token.token_id,
+        kind,
+        token.text,
+        token.logprob if token.HasField("logprob") else None,
+        tuple((each.token_id, each.logprob) for each in token.top_logprobs),
+    )
+
+
+def _to_finish(finish: orchestrator_pb2.GenerationFinish) -> GenerationFinish:
+    reason = _REASONS.get(finish.reason)
+    if reason is None:
+        raise ProtocolError(grpc.StatusCode.INTERNAL, f"an unknown reason {finish.reason} to finish")
+    return GenerationFinish(
+        reason=reason,
+        prompt_tokens=finish.usage.prompt_tokens,
+        completion_tokens=finish.usage.completion_tokens,
+        speculation=_to_speculation(finish.speculation),
+    )
+
+
+def _to_speculation(stats: orchestrator_pb2.SpeculationStats) -> Speculation:
+    return Speculation(
+        rounds=stats.rounds,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        draft_tokens_per_position=tuple(stats.draft_tokens_per_position),
+        accepted_tokens_per_position=tuple(stats.accepted_tokens_per_position),
+        expected_accepted_tokens=stats.expected_accepted_tokens,
+        mean_acceptance_length=stats.mean_acceptance_length,
+        degraded_rounds=stats.degraded_rounds,
+        degraded_reasons=tuple(stats.degraded_reasons),
+        rebuilds=stats.rebuilds,
+        time_to_first_token_seconds=stats.time_to_first_token_seconds,
+        total_seconds=stats.total_seconds,
+    )

@@ -1,0 +1,149 @@
+"""What callers give and get: plain values. Every default stays the server's, so that an option left unset here means what the
+contract says it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+
+
+class TokenKind(enum.StrEnum):
+    """Where a committed token came from."""
+
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    REPLAYED = "replayed"
+
+
+class FinishReason(enum.StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Method(enum.StrEnum):
+    """How the committed token is chosen from the two distributions."""
+
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+
+
+class LogprobsMode(enum.StrEnum):
+    """Of which distribution log-probabilities are: the model's own, or the one that tokens are drawn from."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+# Text is completed as it stands, ids are taken as they are, messages go through the target's chat template.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What a caller may ask for; None leaves a field to the server."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    method: Method | None = None
+    num_speculative_tokens: int | None = None
+    adaptive_speculative_tokens: bool | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    echo: bool = False
+    n: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None
+    cache_salt: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationStart:
+    """What the server decided before the first token."""
+
+    request_id: str
+    seed: int
+    prompt_tokens: int
+    model: str
+    prompt_token_ids: tuple[int, ...] = ()
+    """With echo, as `prompt_text`."""
+    prompt_text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One committed token and the text that it released."""
+
+    token_id: int
+    kind: TokenKind
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """Ids of the likeliest tokens at its place with their log-probabilities, falling."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speculation:
+    """How speculation went; see SpeculationStats in the contract for each field."""
+
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    draft_tokens_per_position: tuple[int, ...]
+    accepted_tokens_per_position: tuple[int, ...]
+    expected_accepted_tokens: float
+    mean_acceptance_length: float
+    degraded_rounds: int
+    degraded_reasons: tuple[str, ...]
+    rebuilds: int
+    time_to_first_token_seconds: float
+    total_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationFinish:
+    """The end of a generation."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: Speculation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """One response of the stream: the tokens of a round, or the end. `text` may lag behind the tokens."""
+
+    start: GenerationStart | None
+    tokens: tuple[GeneratedToken, ...]
+    text: str
+    finish: GenerationFinish | None
+    index: int = 0
+    """Which of several completions this belongs to."""
