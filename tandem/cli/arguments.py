@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="one answer, coloured, beside plain decoding", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="complete a prompt and stream the text", allow_abbrev=False))
     _add_trace(commands.add_parser("trace", help="draw the rounds of a traced request", allow_abbrev=False))
+    _add_chat(commands.add_parser("chat", help="talk with the model in the terminal", allow_abbrev=False))
     return parser
 
 
@@ -166,3 +167,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--stats", action="store_true", help="print a table of rounds and acceptance to standard error")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="[TANDEM_ORCHESTRATOR_ADDRESS; default: what `tandem up` started]"
+    )
+    _add_home(parser)
+    _add_sampling(parser, temperature=None, max_tokens=None)
+    parser.add_argument("--kinds", action="store_true", help="tell tokens apart by kind: in colour, or by letters")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.cli.address import parse_address
+from tandem.cli.errors import USAGE, CliError
 from tandem.cli.settings import DEFAULT_LISTEN, EXTERNAL_VARIABLES, listen_variable, stack_home
 from tandem.cli.state import StateFile
+from tandem.client import TandemClient
+from tandem.config import ConfigError
+from tandem.transport_security import client_files
 
 
 def orchestrator_address(flag: str | None, environment: Mapping[str, str]) -> str:
@@ -20,3 +24,12 @@ def orchestrator_address(flag: str | None, environment: Mapping[str, str]) -> st
         return state.orchestrator_address
     listen = listen_variable("orchestrator")
     return str(parse_address(environment.get(listen) or DEFAULT_LISTEN["orchestrator"], listen).reachable())
+
+
+def open_client(address: str, environment: Mapping[str, str]) -> TandemClient:
+    """A client with the token and the certificates that the environment names."""
+    try:
+        tls = client_files(environment, "TANDEM_TLS_ORCHESTRATOR")
+    except ConfigError as error:
+        raise CliError(str(error), USAGE) from error
+    return TandemClient(address, token=environment.get("TANDEM_TOKEN", ""), tls=tls)

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 
 from tandem.cli.completion import Completion, collect, collect_all
-from tandem.cli.endpoint import orchestrator_address
+from tandem.cli.endpoint import open_client, orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import calls_explained
 from tandem.cli.render import TokenPainter, use_colour
 from tandem.cli.request import options_of, prompt_of
 from tandem.cli.settings import with_flags
 from tandem.client import Chunk, Generation, GenerationOptions, TandemClient
-from tandem.config import ConfigError
-from tandem.transport_security import client_files
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -26,12 +24,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     start = _call(arguments)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
-    try:
-        tls = client_files(environment, "TANDEM_TLS_ORCHESTRATOR")
-    except ConfigError as error:
-        raise CliError(str(error), USAGE) from error
-    token = environment.get("TANDEM_TOKEN", "")
-    with TandemClient(address, token=token, tls=tls) as client, calls_explained(address):
+    with open_client(address, environment) as client, calls_explained(address):
         try:
             generation = start(client)
         except ValueError as error:

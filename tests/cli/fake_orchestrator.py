@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -78,21 +77,24 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def Generate(self, request, context):
         self.requests.append(request)
-        context.add_callback(self._ended(context))
+        answered = threading.Event()
+        context.add_callback(self._ended(answered))
         if self.error is not None:
+            answered.set()
             context.abort_with_status(rpc_status.to_status(self.error))
         for response in self.responses:
             yield response
             # A warm-up asks for a few tokens and isn't what a test waits for.
             if request.max_tokens != 4:
                 self._over.wait(self.pause_seconds)
+        answered.set()
 
     def release(self) -> None:
         """Ends every pause, so that no thread outlives its test."""
         self._over.set()
 
-    def _ended(self, context: grpc.ServicerContext) -> Callable[[], None]:
+    def _ended(self, answered: threading.Event) -> Callable[[], None]:
         def callback() -> None:
-            self.cancelled += context.code() is None
+            self.cancelled += not answered.is_set()
 
         return callback

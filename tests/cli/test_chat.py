@@ -1,0 +1,160 @@
+"""`tandem chat` on a terminal of its own, against a scripted orchestrator."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from google.rpc import code_pb2
+
+from tandem.cli.main import main
+
+# A terminal sends SIGINT to its foreground group, so the program must lead the session that the terminal controls.
+LEADER = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+ANSWER = "The sky is\nblue."
+
+
+class Terminal:
+    """A program and what is on its screen."""
+
+    def __init__(self, orchestrator, folder, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")},
+            "TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address,
+            "TANDEM_HOME": str(folder),
+            "TERM": "dumb",
+        }
+        command = [sys.executable, "-c", LEADER, sys.executable, "-m", "tandem.cli", "chat", *arguments]
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+        os.close(slave)
+        self._screen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, text: str, seconds: float = 30) -> str:
+        """Everything that was shown up to this text, which must come."""
+        deadline = time.monotonic() + seconds
+        while text not in self._screen:
+            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} does not come after {self._screen!r}"
+            try:
+                self._screen += os.read(self._master, 4096).decode().replace("\r\n", "\n")
+            except OSError:
+                raise AssertionError(f"the program has ended; {self._screen!r}") from None
+        shown, _, self._screen = self._screen.partition(text)
+        return shown + text
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(orchestrator, tmp_path) -> Iterator[Terminal]:
+    opened = Terminal(orchestrator, tmp_path, "--system", "Be brief.", "--temperature", "0")
+    yield opened
+    opened.close()
+
+
+def said(request) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in request.messages.messages]
+
+
+def test_a_conversation(terminal, orchestrator):
+    terminal.until("> ")
+    terminal.type("Why?\n")
+    assert ANSWER in terminal.until("blue.\n> ")
+    # Ctrl-C at the prompt gives up the line, and nothing else.
+    terminal.type("half a li")
+    terminal.until("half a li")
+    terminal.type("\x03")
+    terminal.until("> ")
+
+    orchestrator.pause_seconds = 60
+    terminal.type("And then?\n")
+    terminal.until("The sky is")
+    terminal.type("\x03")
+    terminal.until("[ended]\n> ")
+    deadline = time.monotonic() + 5
+    while not orchestrator.cancelled and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert orchestrator.cancelled == 1
+    assert terminal.process.poll() is None
+    orchestrator.pause_seconds = 0
+
+    orchestrator.fail_invalid()
+    terminal.type("Refused\n")
+    assert "top_p: must be in (0, 1]" in terminal.until("\n> ")
+    orchestrator.fail(code_pb2.UNAVAILABLE, "gone for now")
+    terminal.type("Unheard\n")
+    assert "gone for now" in terminal.until("now\n> ")
+    orchestrator.error = None
+
+    terminal.type("//slash\n")
+    terminal.until("blue.\n> ")
+    system = ("system", "Be brief.")
+    history = [
+        system,
+        ("user", "Why?"),
+        ("assistant", ANSWER),
+        ("user", "And then?"),
+        ("assistant", "The sky is"),
+        ("user", "/slash"),
+    ]
+    assert said(orchestrator.requests[-1]) == history
+    assert orchestrator.requests[-1].temperature == 0
+
+    terminal.type("/nothing\n")
+    terminal.until("no such command: /nothing")
+    terminal.type("/reset\n")
+    terminal.until("> ")
+    terminal.type("Anew\n")
+    terminal.until("blue.\n> ")
+    assert said(orchestrator.requests[-1]) == [system, ("user", "Anew")]
+    terminal.type("/quit\n")
+    assert terminal.process.wait(10) == 0
+
+
+def test_kinds_and_the_end_of_the_input(orchestrator, tmp_path):
+    terminal = Terminal(orchestrator, tmp_path, "--kinds")
+    terminal.until("> ")
+    terminal.type("Why?\n")
+    terminal.until("The[A] sky[A] is[B][A]\nblue[R].")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(10) == 0
+    terminal.close()
+
+
+def test_lines_from_a_pipe_are_answered_too(orchestrator, tmp_path):
+    environment = {"TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.cli", "chat"],
+        input="One\n\nTwo",
+        text=True,
+        capture_output=True,
+        env={**os.environ, **environment},
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"{ANSWER}\n{ANSWER}\n"
+    assert not re.search(r"Traceback|>", done.stderr)
+    assert said(orchestrator.requests[-1]) == [("user", "One"), ("assistant", ANSWER), ("user", "Two")]
+
+
+@pytest.mark.parametrize("flag", [["--raw"], ["--logprobs=2"]])
+def test_what_makes_no_sense_is_a_usage_error(orchestrator, tmp_path, flag, capsys):
+    environment = {"TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
+    assert main(["chat", *flag], environment) == 2
+    assert capsys.readouterr().err.startswith("tandem: ")
