@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -26,6 +26,7 @@ from scipy import stats
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -59,9 +60,20 @@ class Setting:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def fields(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return asdict(self)
+
+    def penalised(self, logits: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Logits after `context` [n, length], [n, V]: repetition over all of it, the others over what follows the prompt."""
+        if self.repetition_penalty != 1:
+            logits = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(context, logits)
+        output = context[:, len(PROMPT) :]
+        counts = torch.zeros_like(logits).scatter_add_(1, output, torch.ones(output.shape, dtype=logits.dtype))
+        return logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
     def warpers(self) -> LogitsProcessorList:
         warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
@@ -108,6 +120,9 @@ class Laws:
 
     def _law(self, model: torch.nn.Module, contexts: torch.Tensor, setting: Setting) -> torch.Tensor:
         logits = model(contexts).logits[:, len(PROMPT) - 1 : -1].float()
+        if setting != replace(setting, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):
+            steps = [setting.penalised(logits[:, i], contexts[:, : len(PROMPT) + i]) for i in range(logits.shape[1])]
+            logits = torch.stack(steps, dim=1)
         rows = logits.reshape(-1, logits.shape[-1])
         warped = setting.warpers()(torch.zeros(len(rows), 1, dtype=torch.long), rows)
         return torch.softmax(warped.double(), -1).reshape(logits.shape)
@@ -188,6 +203,18 @@ def test_the_law_is_the_targets(address: str, laws: Laws, name: str, gamma: int)
     sequences = sample(address, SETTINGS[name], gamma, REQUESTS)
     found = p_values(laws.uniforms(sequences, SETTINGS[name]))
     assert min(found.values()) > ALPHA, found
+
+
+@pytest.mark.timeout(600)
+def test_the_law_is_the_targets_with_penalties(address: str, laws: Laws) -> None:
+    """Each row of a block has penalties of its own, at the draft as at the target."""
+    setting = Setting(1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
+    sequences = sample(address, setting, 4, REQUESTS // 4)
+    found = p_values(laws.uniforms(sequences, setting))
+    assert min(found.values()) > ALPHA, found
+    # The same tokens aren't those of the law without them.
+    found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
+    assert min(found.values()) < FAULT_ALPHA, found
 
 
 @pytest.mark.timeout(600)
