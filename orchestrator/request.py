@@ -65,6 +65,8 @@ class GenerationPlan:
     """Requests of different salts share no cached prefix."""
     echo: bool = False
     """Report the prompt."""
+    keep_special_tokens: bool = False
+    """In the text."""
 
 
 async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:
@@ -104,6 +106,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         include_stop=request.include_stop_str_in_output,
         cache_salt=request.cache_salt,
         echo=request.echo,
+        keep_special_tokens=request.HasField("skip_special_tokens") and not request.skip_special_tokens,
     )
 
 

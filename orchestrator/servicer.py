@@ -122,7 +122,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return (await several.together(completions))[0]
 
     async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
-        completion = Completion(session.plan, self._runtime.vocabulary.decode)
+        vocabulary = self._runtime.vocabulary
+        decode = vocabulary.decode_all if session.plan.keep_special_tokens else vocabulary.decode
+        completion = Completion(session.plan, decode)
         try:
             start: api.GenerationStart | None = await self._start(session)
             async with aclosing(self._responses(session, completion, recorder)) as responses:

@@ -39,6 +39,7 @@ def encode(plan: GenerationPlan, model: str, caller: str) -> bytes:
         include_stop_str_in_output=plan.include_stop,
         cache_salt=plan.cache_salt,
         echo=plan.echo,
+        keep_special_tokens=plan.keep_special_tokens,
         model=model,
         caller=caller,
     ).SerializeToString()
@@ -65,4 +66,5 @@ def plan_of(stored: stored_request_pb2.StoredRequest, request_id: str, prompt: b
         include_stop=stored.include_stop_str_in_output,
         cache_salt=stored.cache_salt,
         echo=stored.echo,
+        keep_special_tokens=stored.keep_special_tokens,
     )

@@ -133,6 +133,11 @@ class Vocabulary:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones too; a part of a character is U+FFFD."""
         return self._token_text(token_id)

@@ -21,7 +21,7 @@ LOGPROBS_MODES = {
 }
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTEGERS = ("n", "min_tokens", "num_speculative_tokens")
-_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens")
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens", "skip_special_tokens")
 _ID_LISTS = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")
 """Said to be for the operator's books and for OpenAI's own caches: the answer is the same without."""
@@ -72,7 +72,6 @@ def _refuse_what_is_not_supported(body: JsonObject) -> None:
     body.neutral("use_beam_search", False)
     body.neutral("length_penalty", 1, 1.0)
     body.neutral("early_stopping", False)
-    body.neutral("skip_special_tokens", True)
     body.neutral("spaces_between_special_tokens", True)
     body.neutral("prompt_logprobs", 0)
     body.neutral("truncate_prompt_tokens")

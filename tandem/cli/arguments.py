@@ -94,6 +94,7 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
         "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end after this token (repeatable)"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    group.add_argument("--keep-special-tokens", action="store_true", help="show special tokens as text")
     group.add_argument("--raw", action="store_true", help="complete the text as it stands, not as a chat message")
     group.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     _add_adjustments(parser)

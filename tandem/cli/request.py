@@ -32,6 +32,7 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         allowed_token_ids=tuple(arguments.allow_token_id),
         bad_words=tuple(arguments.bad_word),
         n=getattr(arguments, "n", None),
+        skip_special_tokens=False if arguments.keep_special_tokens else None,
         logprobs=arguments.logprobs is not None,
         top_logprobs=arguments.logprobs or None,
         logprobs_mode=LogprobsMode(arguments.logprobs_mode) if arguments.logprobs_mode else None,

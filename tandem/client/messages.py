@@ -22,7 +22,7 @@ from .values import (
     TokenKind,
 )
 
-_OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens"})
+_OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens", "skip_special_tokens"})
 """Where false is not the same as unset."""
 _CONVERTED = frozenset({"method", "bad_words_token_ids", "logprobs_mode"})
 

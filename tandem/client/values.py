@@ -78,6 +78,7 @@ class GenerationOptions:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     echo: bool = False
     n: int | None = None
+    skip_special_tokens: bool | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     logprobs_mode: LogprobsMode | None = None

@@ -74,7 +74,8 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
     code, _, _ = run(
         *("--repetition-penalty=1.5", "--presence-penalty=-0.5", "--frequency-penalty=0.25", "--stop-token-id=9"),
         *("--logit-bias=7=-2.5", "--logit-bias=0=1", "--ban-token-id=3", "--ban-token-id=4", "--allow-token-id=5"),
-        *("--bad-word=one", "--bad-word=two words", "--logprobs=3", "--logprobs-mode=processed", "text"),
+        *("--bad-word=one", "--bad-word=two words", "--logprobs=3", "--logprobs-mode=processed"),
+        *("--keep-special-tokens", "text"),
     )
     assert code == 0
     (request,) = orchestrator.requests
@@ -83,6 +84,8 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
     assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([3, 4], [5])
     assert (list(request.bad_words), list(request.stop_token_ids)) == (["one", "two words"], [9])
     assert (request.logprobs, request.top_logprobs, request.logprobs_mode) == (True, 3, 2)
+    assert request.HasField("skip_special_tokens")
+    assert not request.skip_special_tokens
 
 
 def test_several_completions_are_lines_of_json(run, orchestrator):

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.completion import FinishReason
+from orchestrator.vocabulary import Vocabulary
 from tandem.v1 import sampling_pb2
 from tests.support.generation import Generation, generate, generate_all, request
 from tests.support.reference import Reference
@@ -155,6 +157,49 @@ def test_rejection_sampling_accepts_about_as_often_with_penalties(tiny_channel: 
         results = [result.speculation for result in generate_all(tiny_channel, requests)]
         rates.append(sum(each.accepted_tokens for each in results) / sum(each.draft_tokens for each in results))
     assert min(rates[1:]) > 0.7 * rates[0], rates
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(str(MODELS / "tiny-target"), "")
+
+
+def test_characters_of_several_tokens_are_never_cut(channel: grpc.Channel, vocabulary: Vocabulary) -> None:
+    """Nothing but the bytes of an emoji and of two letters: whole characters, halves and nonsense, wherever blocks end."""
+    ids = sorted({token for text in ("\U0001f600", "\u00e9", "a") for token in vocabulary.encode_text(text)})
+    fields = {"allowed_token_ids": ids, "ignore_eos": True, "temperature": 1.5, "acceptance_method": COUPLED}
+    emoji = vocabulary.encode_text("\U0001f600")
+    many = {str(seed): fields | {"seed": seed} for seed in range(4)}
+    many["emoji"] = fields | {"logit_bias": dict.fromkeys(emoji, 4.0), "seed": 9}
+    for plain, *others in at_every_gamma(channel, many).values():
+        assert plain.text == vocabulary.decode(plain.ids)
+        for other in others:
+            assert other.seen == plain.seen
+            assert "".join(other.pieces) == plain.text
+
+
+def test_an_end_token_that_comes_first_is_the_whole_output(channel: grpc.Channel, vocabulary: Vocabulary) -> None:
+    (end,) = vocabulary.end_token_ids
+    forced = {"logit_bias": {end: 100.0}, "temperature": 0.0}
+    for shown in (False, True):
+        for result in at_every_gamma(channel, {"end": forced | {"skip_special_tokens": not shown}})["end"]:
+            assert (result.ids, result.usage, result.reason) == ([end], (len(PROMPT), 1), FinishReason.STOP)
+            assert result.text == (vocabulary.decode_all([end]) if shown else "")
+
+
+def test_special_tokens_have_text_if_asked_for(tiny_channel: grpc.Channel, vocabulary: Vocabulary) -> None:
+    special = vocabulary.encode_text("<|user|>")
+    fields = {"temperature": 1.0, "seed": 2, "acceptance_method": COUPLED, "logit_bias": {special[0]: 14.0}}
+    many = {"shown": fields | {"skip_special_tokens": False}, "skipped": fields}
+    results = at_every_gamma(tiny_channel, many)
+    for plain, *others in results.values():
+        assert all(other.seen == plain.seen for other in others)
+    shown, skipped = results["shown"][0], results["skipped"][0]
+    assert shown.ids == skipped.ids
+    assert special[0] in shown.ids
+    assert shown.text == vocabulary.decode_all(shown.ids) != skipped.text == vocabulary.decode(skipped.ids)
+    stopped = generate(tiny_channel, PROMPT, max_tokens=TOKENS, stop=["<|user|>"], **many["shown"])
+    assert stopped.text == shown.text[: shown.text.index("<|user|>")]
 
 
 ASKING = {

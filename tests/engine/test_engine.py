@@ -228,6 +228,10 @@ async def test_errors_of_a_session(engines: Engines) -> None:
     assert reason(await ask(verify_item("c", 1, tokens, 0, sampling=GREEDY))) == ""
 
 
+def asking(**fields: Any) -> sampling_pb2.Sampling:
+    return sampling_pb2.Sampling(temperature=1, top_p=1, acceptance_method=1, **fields)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -241,6 +245,12 @@ async def test_errors_of_a_session(engines: Engines) -> None:
         ({"sampling": sampling_pb2.Sampling(temperature=-1, top_p=1, acceptance_method=1)}, "temperature"),
         ({"sampling": sampling_pb2.Sampling(temperature=1, top_p=0, acceptance_method=1)}, "top_p"),
         ({"sampling": sampling_pb2.Sampling(temperature=1, top_p=1)}, "acceptance_method"),
+        ({"sampling": asking(banned_token_ids=range(1025))}, "banned_token_ids"),
+        ({"sampling": asking(allowed_token_ids=[VOCABULARY])}, "leaves no token"),
+        ({"sampling": asking(bad_words=[sampling_pb2.TokenSequence()])}, "bad_words"),
+        ({"sampling": asking(repetition_penalty=float("nan"))}, "repetition_penalty"),
+        ({"sampling": asking(bias_token_ids=[1], biases=[float("inf")])}, "biases"),
+        ({"sampling": asking(logprobs=True, logprobs_mode=1, top_logprobs=10**9)}, "top_logprobs"),
     ],
 )
 async def test_a_broken_verification_names_its_field(engines: Engines, change: dict[str, Any], field: str) -> None:

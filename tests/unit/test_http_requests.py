@@ -53,6 +53,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         logprobs_mode="processed",
         n=2,
         best_of=2,
+        skip_special_tokens=False,
     ).request
     wanted = api.GenerateRequest(
         request_id="id",
@@ -84,6 +85,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         top_logprobs=3,
         logprobs_mode=sampling_pb2.LOGPROBS_MODE_PROCESSED,
         n=2,
+        skip_special_tokens=False,
     )
     assert found == wanted
     # A field that the contract gains must get its place here too, or be left out on purpose.

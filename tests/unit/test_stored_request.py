@@ -25,6 +25,7 @@ PLAN = GenerationPlan(
     include_stop=True,
     cache_salt="salt",
     echo=True,
+    keep_special_tokens=True,
 )
 
 
