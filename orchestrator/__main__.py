@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem import config, grpc_server, metrics_endpoint, telemetry, tracing
-from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 from .callers import Callers, CallersFileError
 from .config import OrchestratorConfig
 from .metrics import Metrics, StoreMetrics
 from .recorder import Recorders
 from .runtime import Runtime
-from .servicer import OrchestratorServicer
+from .servicer import SERVICE, OrchestratorServicer, add_to_server
 from .session_store import SessionStore, StoreConfig
 from .vocabulary import Vocabulary
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 CLOSE_SECONDS = 1.0
 STORE_ATTEMPTS = 10_000
 """No bound: the setting is a time, and a store that refuses connections uses up a few attempts in half a second."""
@@ -72,7 +70,7 @@ async def serve(
     metrics.observe_runtime(runtime)
     recorders = Recorders(metrics, traces, settings.trace_slow_seconds)
     servicer = OrchestratorServicer(runtime, recorders)
-    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, server)
+    add_to_server(servicer, server)
     http: HttpServer | None = None
     try:
         grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN", settings.server_files())
@@ -93,7 +91,8 @@ async def serve(
     await health.set(serving=False)
     log.info("draining: %d requests, at most %g s", runtime.admission.running, settings.drain_seconds)
     if not await runtime.admission.drain(settings.drain_seconds):
-        log.warning("%d requests are cut off", runtime.admission.running)
+        log.warning("%d requests are cut off; they can be resumed elsewhere", runtime.admission.running)
+        await runtime.admission.end_all(CLOSE_SECONDS)
     await asyncio.gather(server.stop(CLOSE_SECONDS), *([http.close()] if http is not None else []))
     await runtime.close()
     if traces is not None:

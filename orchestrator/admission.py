@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from .errors import Overloaded, Unavailable
 
@@ -21,6 +23,10 @@ class Admission:
         self.running = 0
         self.waiting = 0
         self.draining = False
+        self.cut_off = False
+        """Whether those that still run are being ended."""
+        self._holders: set[asyncio.Task[Any]] = set()
+        self._waiters: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -28,25 +34,50 @@ class Admission:
     async def place(self) -> AsyncIterator[None]:
         """Holds a place for the body. Raises Overloaded when too many wait or the wait is too long, Unavailable when the
         service is shutting down."""
-        await self._acquire()
+        task = asyncio.current_task()
+        assert task is not None
+        await self._wait_in_line(task)
         self.running += 1
         self._idle.clear()
+        self._holders.add(task)
         try:
             yield
         finally:
+            self._holders.discard(task)
             self.running -= 1
             self._places.release()
             if self.running == 0:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Takes no more requests and waits until none runs; False if some still did after `seconds`."""
+        """Takes no more requests, sends those that wait away, and waits until none runs; False if some still did after
+        `seconds`."""
         self.draining = True
+        for task in self._waiters:
+            task.cancel()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             return False
         return True
+
+    async def end_all(self, seconds: float) -> None:
+        """Cancels the requests that still run and gives them so long to say so."""
+        self.cut_off = True
+        for task in self._holders:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+
+    async def _wait_in_line(self, task: asyncio.Task[Any]) -> None:
+        self._waiters.add(task)
+        try:
+            await self._acquire()
+        except asyncio.CancelledError:
+            self._refuse_when_draining()
+            raise
+        finally:
+            self._waiters.discard(task)
 
     async def _acquire(self) -> None:
         self._refuse_when_draining()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from tandem import wire
 from tandem.acceptance import DraftContractError, Drafted, check_block, check_drafted
@@ -34,6 +35,9 @@ DRAFT: WorkerKind[draft_pb2.ProposeItem, draft_pb2.Proposal] = WorkerKind(
     answer=lambda result: result.proposal if result.WhichOneof("result") == "proposal" else None,
 )
 
+SHORT_READ = 512
+"""Tokens of a prefix that a draft should have read within the time of a round."""
+
 _REBUILD_REASONS = frozenset(
     {worker_pb2.ERROR_REASON_CACHE_MISS, worker_pb2.ERROR_REASON_PREFIX_DIVERGED, worker_pb2.ERROR_REASON_INTERNAL}
 )
@@ -50,13 +54,23 @@ class Block:
 PLAIN = Block()
 
 
+class _Blame(Enum):
+    """What a fault says about the replica."""
+
+    NONE = 0
+    STRIKE = 1
+    """May be nobody's fault; several in a row are."""
+    PROOF = 2
+
+
 class _Degraded(Exception):
     """No block this round; `final` if this request needs not try again."""
 
-    def __init__(self, reason: str, detail: str = "", *, final: bool = False) -> None:
+    def __init__(self, reason: str, detail: str = "", *, final: bool = False, blame: _Blame = _Blame.NONE) -> None:
         super().__init__(detail)
         self.reason = reason
         self.final = final
+        self.blame = blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,8 @@ class Drafting:
         self._policy = policy
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
+        self._pool = pool
+        self._block_length = 0
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
@@ -101,8 +117,11 @@ class Drafting:
         if gamma == 0:
             return PLAIN
         try:
+            self._check_yield(record)
             self._check_standing()
-            return await self._ask(prefix, epoch, gamma, record)
+            block = await self._ask(prefix, epoch, gamma, record)
+            self._block_length = len(block.drafted)
+            return block
         except _Degraded as degraded:
             self._degrade(degraded, epoch, record)
             return PLAIN
@@ -110,6 +129,9 @@ class Drafting:
     def settle(self, prefix_length: int, accepted: int) -> None:
         """After a round on a prefix of `prefix_length` tokens: what the draft's cache still shares with the output."""
         self._session.cached_length = min(self._session.cached_length, prefix_length + accepted)
+        if self._block_length and self._session.replica is not None:
+            self._session.replica.bench.yielded(self._block_length, min(accepted, self._block_length))
+        self._block_length = 0
 
     def release(self) -> None:
         """Ends the session at the draft."""
@@ -127,7 +149,8 @@ class Drafting:
         if self._standing is not None:
             return
         self._standing = degraded
-        self._resume_at = time.monotonic() + self._policy.backoff
+        moves = self._accuse(degraded, record)
+        self._resume_at = time.monotonic() + (0.0 if moves else self._policy.backoff)
         log.warning(
             "no block from the draft (%s): %s",
             degraded.reason,
@@ -135,8 +158,35 @@ class Drafting:
             extra={"request_id": self._session.request_id, "cache_epoch": epoch},
         )
 
+    def _accuse(self, degraded: _Degraded, record: RoundRecorder) -> bool:
+        """Benches the replica where the fault is its own; returns whether the next round can go to another one."""
+        replica = self._session.replica
+        if replica is None or degraded.blame is _Blame.NONE:
+            return False
+        if degraded.blame is _Blame.STRIKE and not self._session.can_move:
+            return False  # a slow draft is better than none, and its cache is dear
+        if not replica.bench.fault(degraded.reason, self._policy.backoff, at_once=degraded.blame is _Blame.PROOF):
+            return False
+        record.benched(degraded.reason)
+        return self._move()
+
+    def _check_yield(self, record: RoundRecorder) -> None:
+        replica = self._session.replica
+        if replica is None or not replica.bench.collapsed(each.bench for each in self._pool.replicas if each.ready):
+            return
+        replica.bench.fault("draft_collapsed", self._policy.backoff, at_once=True)
+        record.benched("draft_collapsed")
+        self._move()
+
+    def _move(self) -> bool:
+        """Gives the seat up, with whatever it is still owed; whether there is another."""
+        moves = self._session.can_move
+        self._late = None
+        self._session.leave()
+        return moves
+
     async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
-        self._collect_late_answer()
+        self._collect_late_answer(prefix)
         if self._session.should_move:
             self._session.leave()
             record.rebuilding("draft", "REPLICA_LEAVING")
@@ -154,13 +204,15 @@ class Drafting:
                 raise _Degraded("draft_unavailable", str(lost)) from lost
             except (DraftContractError, wire.WireError) as lie:
                 self._session.forget()
-                raise _Degraded("draft_invalid", str(lie)) from lie
+                raise _Degraded("draft_invalid", str(lie), blame=_Blame.PROOF) from lie
         raise AssertionError("the second attempt returns or raises")
 
     async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, traceparent: str) -> Block:
         replica = self._session.seat()
         if replica is None or replica.info is None:
-            raise _Degraded("draft_unavailable", "no draft replica is connected")
+            raise _Degraded(
+                self._pool.benched or "draft_unavailable", "no draft replica is connected, or all are benched"
+            )
         gamma = min(gamma, replica.info.context_length - prefix.length, replica.info.max_speculative_tokens)
         if gamma < 1:
             self._session.leave()
@@ -181,19 +233,28 @@ class Drafting:
         if not done:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
             self._late = (answer, prefix.length)
-            raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s")
+            raise _Degraded(
+                "draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=self._blame_for_time(prefix)
+            )
         proposal = answer.result()
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
-        return self._checked(proposal, gamma, item.look_ahead)
+        block = self._checked(proposal, gamma, item.look_ahead)
+        replica.bench.answered()
+        return block
 
-    def _collect_late_answer(self) -> None:
+    def _blame_for_time(self, prefix: Prefix) -> _Blame:
+        """One that has much to read may take its time."""
+        return _Blame.STRIKE if prefix.length - self._session.cached_length <= SHORT_READ else _Blame.NONE
+
+    def _collect_late_answer(self, prefix: Prefix) -> None:
         if self._late is None:
             return
         answer, prefix_length = self._late
         if not answer.done():
-            raise _Degraded("draft_timeout", "the answer is still outstanding")
+            blame = self._blame_for_time(prefix)
+            raise _Degraded("draft_timeout", "the answer is still outstanding", blame=blame)
         self._late = None
         if answer.cancelled() or answer.exception() is not None:
             self._session.forget()
@@ -233,4 +294,6 @@ def _degraded_by(failed: ItemFailed) -> _Degraded:
         return _Degraded("draft_refused", str(failed), final=True)
     if failed.reason == worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED:
         return _Degraded("draft_context", str(failed), final=True)
-    return _Degraded("draft_unavailable", str(failed))
+    # One that is full or shuts down is well, and says so.
+    well = failed.reason in (worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, worker_pb2.ERROR_REASON_DRAINING)
+    return _Degraded("draft_unavailable", str(failed), blame=_Blame.NONE if well else _Blame.STRIKE)

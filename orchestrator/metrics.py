@@ -27,7 +27,8 @@ _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _GAMMAS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 ROUND_OUTCOMES = ("plain", "degraded", "rejected", "accepted")
-DEGRADED_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_context", "draft_refused")
+BENCH_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_collapsed")
+DEGRADED_REASONS = (*BENCH_REASONS, "draft_context", "draft_refused")
 ROLES = ("draft", "target")
 GAMMA_REASONS = ("best", "trial", "unknown_cost")
 
@@ -97,6 +98,10 @@ class Metrics:
             registry=registry,
         )
         self._degraded = {reason: degraded.labels(reason=reason) for reason in DEGRADED_REASONS}
+        benchings = Counter(
+            "tandem_draft_benchings", "Draft replicas left alone for a while", ["reason"], registry=registry
+        )
+        self._benchings = {reason: benchings.labels(reason=reason) for reason in BENCH_REASONS}
         rebuilds = Counter(
             "tandem_cache_rebuilds", "Caches rebuilt from the tokens so far", ["role"], registry=registry
         )
@@ -140,6 +145,8 @@ class Metrics:
         running.set_function(lambda: runtime.admission.running)
         waiting = Gauge("tandem_num_requests_waiting", "Requests waiting for a place", registry=self._registry)
         waiting.set_function(lambda: runtime.admission.waiting)
+        benched = Gauge("tandem_draft_replicas_benched", "Draft replicas left alone now", registry=self._registry)
+        benched.set_function(lambda: sum(bool(replica.bench.reason) for replica in runtime.drafts.replicas))
         ready = Gauge("tandem_replicas_ready", "Connected, compatible workers", ["role"], registry=self._registry)
         seats = Gauge("tandem_worker_sessions", "Sessions at the workers", ["role"], registry=self._registry)
         pending = Gauge(
@@ -202,6 +209,10 @@ class Metrics:
     def rebuilt(self, role: str) -> None:
         """A cache of a worker is filled again from the tokens so far."""
         self._rebuilds[role].inc()
+
+    def draft_benched(self, reason: str) -> None:
+        """A draft replica is left alone for a while."""
+        self._benchings[reason].inc()
 
     def rescored(self) -> None:
         """The target is asked again for a round."""

@@ -137,6 +137,7 @@ class RequestRecorder:
             "expected_accepted_tokens": round(statistics.expected_accepted, 3),
             "rebuilds": statistics.rebuilds or None,
             "degraded": dict(statistics.degraded) or None,
+            "benched_drafts": statistics.benched_drafts or None,
             "queue_seconds": _rounded(self._queue_seconds),
             "time_to_first_token_seconds": _rounded(statistics.time_to_first_token or None),
             "total_seconds": _rounded(seconds),
@@ -176,6 +177,13 @@ class RoundRecorder:
         self._request.statistics.degraded_round(reason)
         if newly and self._trace is not None:
             self._trace.event("tandem.fallback", reason=reason)
+
+    def benched(self, reason: str) -> None:
+        """The request's draft replica is left alone for a while, by all requests."""
+        self._request.statistics.benched_drafts += 1
+        self._request.metrics.draft_benched(reason)
+        if self._trace is not None:
+            self._trace.event("tandem.bench", reason=reason)
 
     def rebuilding(self, role: str, reason: str) -> None:
         """The worker's cache is not what it should be, and is filled again."""

@@ -67,9 +67,10 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         self, avoid: Replica[ItemT, AnswerT] | None = None, digests: Sequence[bytes] = ()
     ) -> Replica[ItemT, AnswerT] | None:
         """The ready replica for a session whose prompt has these digests: `avoid`, and those on their way out, only where
-        there is no other; None when none is ready."""
-        ready = [replica for replica in self.replicas if replica.ready]
+        there is no other; one that was benched and is due to be tried again before all others. None when none is ready."""
+        ready = [replica for replica in self.replicas if replica.ready and replica.bench.usable]
         for candidates in (
+            [replica for replica in ready if replica.bench.due and not replica.leaving],
             [replica for replica in ready if replica is not avoid and not replica.leaving],
             [replica for replica in ready if not replica.leaving],
             ready,
@@ -77,6 +78,11 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
             if candidates:
                 return self._placement.choose(candidates, digests)
         return None
+
+    @property
+    def benched(self) -> str:
+        """Why a ready replica is benched; empty where none is."""
+        return next((replica.bench.reason for replica in self.replicas if replica.ready and replica.bench.reason), "")
 
     @property
     def ready_addresses(self) -> set[str]:
@@ -171,22 +177,35 @@ class WorkerSession(Generic[ItemT, AnswerT]):
         self._pool = pool
         self._digests = tuple(digests)
         self._generation = -1
+        self._benchings = 0
         self._avoid: Replica[ItemT, AnswerT] | None = None
 
     def seat(self) -> Replica[ItemT, AnswerT] | None:
-        """The replica to use now, with the session's place on it; None when no replica is ready.
+        """The replica to use now, with the session's place on it; None when there is none.
 
-        A session stays where its cache is. When that stream has gone it starts afresh, elsewhere if it can.
+        A session stays where its cache is. When that stream has gone, or the replica was benched, it starts afresh, elsewhere
+        if it can.
         """
-        if self.replica is not None and self.replica.ready and self.replica.generation == self._generation:
+        if self.replica is not None and self._may_stay(self.replica):
             return self.replica
         chosen = self._pool.pick(self.replica or self._avoid, self._digests)
         self.leave()
         if chosen is not None:
             self.replica = chosen
             self._generation = chosen.generation
+            self._benchings = chosen.bench.benchings
+            chosen.bench.taken()
             chosen.sessions += 1
         return chosen
+
+    def _may_stay(self, replica: Replica[ItemT, AnswerT]) -> bool:
+        return replica.ready and replica.generation == self._generation and replica.bench.benchings == self._benchings
+
+    @property
+    def can_move(self) -> bool:
+        """Whether there is another replica to go to."""
+        others = (each for each in self._pool.replicas if each is not self.replica)
+        return any(each.ready and each.bench.usable and not each.leaving for each in others)
 
     @property
     def should_move(self) -> bool:

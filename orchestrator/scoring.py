@@ -20,17 +20,19 @@ from tandem.acceptance import RowLogprobs, TargetRow
 from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
 from .drafting import Block
-from .errors import Overloaded, RequestFailed, Unavailable
+from .errors import Overloaded, Unavailable
 from .logprobs import decode_row
 from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import ItemFailed, StreamLost, WorkerKind
+from .worker_stream import ItemFailed, Replica, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
 TargetPool = ReplicaPool[target_pb2.VerifyItem, target_pb2.Verdict]
+
+TargetReplica = Replica[target_pb2.VerifyItem, target_pb2.Verdict]
 
 TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
     role="target",
@@ -91,6 +93,7 @@ class Scoring:
         """`prompt_digests`: see `placement.block_digests`."""
         self._session = WorkerSession(request_id, pool, prompt_digests)
         self._pool = pool
+        self._refusing: set[TargetReplica] = set()
         self._sampling = sampling
         self._policy = policy
         self._vocabulary_size = vocabulary_size
@@ -114,8 +117,8 @@ class Scoring:
                 return await self._verify_once(prefix, epoch, block, record.traceparent)
             except ItemFailed as failed:
                 if failed.reason in _HOPELESS_REASONS:
-                    raise RequestFailed(f"the target refused the round: {failed}", "TARGET_REFUSED") from failed
-                if failed.reason == worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED:
+                    self._refused(failed)
+                elif failed.reason == worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED:
                     full.add(self._session.replica.address if self._session.replica is not None else "")
                     self._refuse_if_all_are(full, epoch, failed)
                 if failed.reason in _AFRESH_REASONS:
@@ -131,6 +134,17 @@ class Scoring:
             self._log_retry(fault, epoch)
             await self._pause(pause, give_up_at, fault)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _refused(self, failed: ItemFailed) -> None:
+        """A replica that doesn't take what another one of the pool would, such as one with a smaller context. Gives the seat
+        up; raises Unavailable where no other replica is left to ask."""
+        if self._session.replica is not None:
+            self._refusing.add(self._session.replica)
+        self._session.leave()
+        if all(replica in self._refusing for replica in self._pool.replicas if replica.ready):
+            raise Unavailable(
+                f"the target refused the round: {failed}", "TARGET_REFUSED", RETRY_AFTER_SECONDS
+            ) from failed
 
     def settle(self, prefix_length: int, accepted: int) -> None:
         """After a round on a prefix of `prefix_length` tokens: what the target's cache still shares with the output."""

@@ -8,6 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
+import grpc.aio
+from google.protobuf.message import DecodeError
+
 from tandem import wire
 from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
@@ -18,7 +21,7 @@ from .call import Call, GrpcCall
 from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
-from .errors import Context, Overloaded, RequestFailed, abort
+from .errors import Context, InvalidArgument, Overloaded, RequestFailed, Unavailable, abort
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
 from .request import MAX_COMPLETIONS, GenerationPlan, plan_generation
@@ -28,10 +31,18 @@ from .session import STORE_FAULTS, Session, as_failure
 from .session_store import Ownership
 from .statistics import RoundStatistics
 
+DRAINING_RETRY_AFTER_SECONDS = 1.0
 REPLAY_TOKENS = 64
 """In one response of a resumption: turning them into text takes about a millisecond of the event loop."""
 DEADLINE_SLACK_SECONDS = 0.05
 """The caller's clock runs ahead of the one here by the time of the way: its cancellation may come before the deadline."""
+
+
+SERVICE = api.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
+
+
+class Unreadable:
+    """Takes the place of a request whose bytes are none."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -42,10 +53,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._recorders = recorders
 
     async def Generate(  # type: ignore[override]
-        self, request: api.GenerateRequest, context: Context
+        self, request: api.GenerateRequest | Unreadable, context: Context
     ) -> None:
         """See proto/tandem/v1/orchestrator.proto."""
         try:
+            if isinstance(request, Unreadable):
+                raise InvalidArgument("request", "is no GenerateRequest")
             await self.generate(request, GrpcCall(context))
         except RequestFailed as failure:
             await abort(context, failure)
@@ -140,6 +153,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             await asyncio.shield(self._runtime.sessions.abandon(session, may_return=completion.length > 0))
             raise
         except asyncio.CancelledError:
+            if self._runtime.admission.cut_off:
+                # Its state stays, so that another orchestrator can go on.
+                raise Unavailable("the service is shutting down", "DRAINING", DRAINING_RETRY_AFTER_SECONDS) from None
             # The caller is gone: it cancelled, its deadline passed, or its connection broke.
             await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))
             raise
@@ -225,6 +241,23 @@ async def _replay(session: Session, completion: Completion) -> AsyncGenerator[ap
         await asyncio.sleep(0)
 
 
+def add_to_server(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
+    """Registers the servicer. Not the generated way: bytes that are no request would end as UNKNOWN, with a traceback in the log."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate,
+        request_deserializer=_read,
+        response_serializer=api.GenerateResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Generate": handler}),))
+
+
+def _read(data: bytes) -> api.GenerateRequest | Unreadable:
+    try:
+        return api.GenerateRequest.FromString(data)
+    except DecodeError:
+        return Unreadable()
+
+
 def _operation(request: api.GenerateRequest) -> str:
     return "chat" if request.WhichOneof("prompt") == "messages" else "text_completion"
 
@@ -269,6 +302,7 @@ def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStati
             time_to_first_token_seconds=statistics.time_to_first_token,
             total_seconds=time.monotonic() - statistics.started,
             degraded_reasons=sorted(statistics.degraded),
+            benched_drafts=statistics.benched_drafts,
             expected_speedup=statistics.expected_speedup,
         ),
     )

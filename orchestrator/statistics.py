@@ -20,6 +20,7 @@ class RoundStatistics:
     expected_accepted: float = 0.0
     degraded: dict[str, int] = field(default_factory=dict)
     rebuilds: int = 0
+    benched_drafts: int = 0
     completion_tokens: int = 0
     estimates: int = 0
     estimated_speedup: float = 0.0

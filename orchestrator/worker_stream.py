@@ -21,6 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.transport_security import ClientFiles
 from tandem.v1 import worker_pb2
 
+from .bench import Bench
+
 log = logging.getLogger(__name__)
 
 MAX_ITEMS_PER_BATCH = 256
@@ -126,6 +128,7 @@ class Replica(Generic[ItemT, AnswerT]):
         """It has said that it is shutting down."""
         self.info: worker_pb2.GetModelInfoResponse | None = None
         self.refusal = ""
+        self.bench = Bench(f"{kind.role} {address}")
         self._kind = kind
         self._check = check
         self._on_change = on_change
@@ -176,11 +179,10 @@ class Replica(Generic[ItemT, AnswerT]):
             self._wake.set()
 
     def _withdraw(self, request_id: str) -> None:
-        """Takes back what is not sent yet. The releases of a message go before its items: an item of the same request
-        would open the session anew, for nobody, and hold its cache slot for as long as the stream lasts."""
-        for item in self._outbox:
-            if item.request_id == request_id:
-                self._give_up((item.request_id, item.cache_epoch), "its request was released")
+        """Takes back what is not sent yet, and awaits no answer to what is. The releases of a message go before its items: an
+        item of the same request would open the session anew, for nobody, and hold its cache slot for as long as the stream lasts."""
+        for key in [key for key in self._pending if key[0] == request_id]:
+            self._give_up(key, "its request was released")
         self._outbox = [item for item in self._outbox if item.request_id != request_id]
 
     def _give_up(self, key: tuple[str, int], why: str) -> None:

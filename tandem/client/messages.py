@@ -131,6 +131,7 @@ def _to_speculation(stats: orchestrator_pb2.SpeculationStats) -> Speculation:
         mean_acceptance_length=stats.mean_acceptance_length,
         degraded_rounds=stats.degraded_rounds,
         degraded_reasons=tuple(stats.degraded_reasons),
+        benched_drafts=stats.benched_drafts,
         rebuilds=stats.rebuilds,
         time_to_first_token_seconds=stats.time_to_first_token_seconds,
         total_seconds=stats.total_seconds,

@@ -123,6 +123,7 @@ class Speculation:
     mean_acceptance_length: float
     degraded_rounds: int
     degraded_reasons: tuple[str, ...]
+    benched_drafts: int
     rebuilds: int
     time_to_first_token_seconds: float
     total_seconds: float

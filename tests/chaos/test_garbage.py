@@ -7,13 +7,11 @@ The lies go through `LyingWorker`, a real gRPC server that asks a true worker an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -24,10 +22,11 @@ from orchestrator.admission import Admission
 from orchestrator.replica_pool import ReplicaPool
 from orchestrator.worker_stream import Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
-from tandem.v1 import draft_pb2, draft_pb2_grpc, orchestrator_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
 from tests.engine.harness import propose_item, sampled, verify_item
 from tests.support.generation import Generation, generate, request
+from tests.support.liars import METHODS, Lie, LyingWorker, StreamEnds, honest
 from tests.support.redis_servers import RedisServer, kinds
 from tests.support.services import MODELS, ServiceProcess, Stack, free_port, running_stack
 from tests.telemetry.scrape import scrape
@@ -38,67 +37,7 @@ SLOTS = 8
 PROMPT = [5, 6, 7]
 TOKENS = list(range(10, 30))
 CANARY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": 3}
-METHODS = {"draft": "/tandem.v1.DraftService/Propose", "target": "/tandem.v1.TargetService/Verify"}
 RETRY_SECONDS = 1.0
-
-Lie = Callable[[Any], Iterable[Any]]
-
-
-def honest(batch: Any) -> Iterable[Any]:
-    """The truth."""
-    yield batch
-
-
-class LyingWorker:
-    """A draft or target service in this process: true answers of a true worker, changed by `lie`."""
-
-    def __init__(self, role: str, upstream: str) -> None:
-        self.lie: Lie = honest
-        self.describe: Callable[[worker_pb2.GetModelInfoResponse], None] = lambda info: None
-        channel = grpc.insecure_channel(upstream)
-        stub: Any
-        batch: Any
-        if role == "draft":
-            stub, batch = draft_pb2_grpc.DraftServiceStub(channel), draft_pb2.ProposeBatch
-        else:
-            stub, batch = target_pb2_grpc.TargetServiceStub(channel), target_pb2.VerifyBatch
-        service, method = METHODS[role][1:].split("/")
-        self._exchange = getattr(stub, method)
-        self._info = stub.GetModelInfo
-        self._executor = ThreadPoolExecutor(16)
-        self._server = grpc.server(self._executor)
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            method: grpc.stream_stream_rpc_method_handler(self._serve, batch.FromString, _serialized),
-            "GetModelInfo": grpc.unary_unary_rpc_method_handler(
-                self._model_info, worker_pb2.GetModelInfoRequest.FromString, _serialized
-            ),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop(0).wait()
-
-    def _serve(self, batches: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        call = self._exchange(batches)
-        context.add_callback(call.cancel)
-        with contextlib.suppress(grpc.RpcError, StreamEnds):
-            for batch in call:
-                yield from self.lie(batch)
-
-    def _model_info(self, message: Any, context: grpc.ServicerContext) -> worker_pb2.GetModelInfoResponse:
-        info: worker_pb2.GetModelInfoResponse = self._info(message)
-        self.describe(info)
-        return info
-
-
-class StreamEnds(Exception):
-    """Raised by a lie that ends the stream."""
-
-
-def _serialized(message: Any) -> bytes:
-    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 @pytest.fixture(scope="module")
@@ -557,6 +496,27 @@ def test_nothing_is_emitted_from_a_target_that_goes_on_lying(
     assert received == truth[0][: len(received)]
 
 
+def test_a_target_that_refuses_is_unavailable(lied_to: grpc.Channel, target: LyingWorker) -> None:
+    """No other one is left to ask; the request is good, and can be tried again."""
+    target.lie = _from_answer(3, _error(reason=worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED), 10**9)
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(lied_to, PROMPT, **CANARY)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "refused" in caught.value.details()
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\x05abc", bytes(range(1, 200))])
+def test_bytes_that_are_no_request(stack: Stack, truth: tuple[Any, ...], data: bytes) -> None:
+    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+        call = channel.unary_stream("/tandem.v1.OrchestratorService/Generate")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(data, timeout=10))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "request" in caught.value.details()
+        assert generate(channel, PROMPT, **CANARY).seen == truth
+    assert "Traceback" not in stack.orchestrator.log.read_text()
+
+
 # A store that forgets, fills up, hangs and goes away. Tokens already sent are right, and what comes next is well.
 
 
@@ -755,6 +715,21 @@ async def test_an_item_that_waits_to_be_sent_goes_with_its_request() -> None:
     assert [item.request_id for item in message.items] == ["stays"]
     assert (first.done(), stays.done()) == (False, False)
     assert isinstance(gone.exception(), StreamLost)
+    await replica.close()
+
+
+async def test_a_release_leaves_nothing_to_wait_for() -> None:
+    """A draft that never answers, on a stream that stays open, would otherwise be remembered for ever."""
+    stream, connected = _FakeStream(), asyncio.Event()
+    stream.may_write.set()
+    replica: Replica[Any, Any] = Replica("127.0.0.1:1", _fake_kind(stream), lambda info: None, connected.set)
+    await connected.wait()
+    answer, other = replica.submit(good_item("draft", "silent")), replica.submit(good_item("draft", "other"))
+    await stream.written.get()
+    replica.release("silent", replica.generation)
+    assert isinstance(answer.exception(), StreamLost)
+    assert [request_id for request_id, _ in replica._pending] == ["other"]
+    assert not other.done()
     await replica.close()
 
 

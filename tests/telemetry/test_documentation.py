@@ -32,6 +32,11 @@ def test_the_page_defines_every_metric_and_no_other() -> None:
     served = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     # Read from the runtime, so not in a registry without one.
     served |= {"tandem_num_requests_running", "tandem_num_requests_waiting", "tandem_replicas_ready"}
-    served |= {"tandem_worker_sessions", "tandem_worker_items_pending", "tandem_event_loop_tasks"}
+    served |= {
+        "tandem_draft_replicas_benched",
+        "tandem_worker_sessions",
+        "tandem_worker_items_pending",
+        "tandem_event_loop_tasks",
+    }
     defined = set(re.findall(r"^\| `((?:tandem|process)_\w+)", PAGE, re.MULTILINE))
     assert defined == served
