@@ -1,0 +1,41 @@
+"""Every order of events up to the bounds keeps the promises; every planted fault breaks one, and the shortest way is shown."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from tests.protocol.model import Bounds, Broken, Rules, explore
+
+BOUNDS = Bounds()
+TWO_TOKENS = Bounds(tokens_per_round=2, resumes=1)
+# What each rule is there for: the promise that falls without it.
+FAULTS = {
+    "checks_fence": "the rightful owner is refused",
+    "checks_position": "goes back|lost or changed",
+    "knows_retries": "the rightful owner is refused",
+    "raises_fence": "the rightful owner is refused",
+    "emits_after_commit": "not committed",
+    "replays_from_store": "the rightful owner is refused",
+    "retries_the_same_tokens": "not committed",
+}
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS, TWO_TOKENS], ids=["two take-overs", "two tokens a round"])
+def test_no_order_of_events_breaks_a_promise(bounds: Bounds) -> None:
+    states = explore(Rules(), bounds)
+    print(f"{states} states")
+    assert states > 5_000, "the bounds leave nothing to explore"
+
+
+def test_every_rule_has_its_fault() -> None:
+    assert set(FAULTS) == {field.name for field in fields(Rules)}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_planted_fault_is_found(rule: str) -> None:
+    bounds = TWO_TOKENS if rule == "retries_the_same_tokens" else BOUNDS
+    with pytest.raises(Broken, match=FAULTS[rule]) as caught:
+        explore(replace(Rules(), **{rule: False}), bounds)
+    print(caught.value)
