@@ -25,7 +25,7 @@ INSTALL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv proto models demo up down status test soak lint bench draft-model constraints clean
+.PHONY: help venv proto models demo up down status test soak lint bench chaos draft-model constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,9 @@ lint: $(INSTALL) $(PROTO) ## style, types, import rules, the contract
 
 bench: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## measure overhead and speed-up on this machine
 	$(BIN)/python -m bench $(ARGS)
+
+chaos: $(INSTALL) $(PROTO) ## random faults under load, 500 requests, from a printed seed; ARGS='--seed 7' repeats one
+	$(BIN)/python -m tests.chaos.schedule $(ARGS)
 
 draft-model: $(RUNS)/train.npz $(RUNS)/heldout.npz ## make the committed draft again: sample the target, distil (hours)
 	$(BIN)/python models/distill.py --data $(RUNS)/train.npz --heldout $(RUNS)/heldout.npz \
