@@ -11,7 +11,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
@@ -152,12 +153,55 @@ def test_a_caller_that_stops_reading_is_ended_and_slows_nobody(watched: Watched)
     wait_until_idle(watched)
 
 
+def test_a_prompt_that_was_seen_is_not_run_again_unless_its_salt_is_another(watched: Watched) -> None:
+    """At draft and target; the text is the same."""
+    prompt = [int(token) for token in random_ids(77, 100, 512)]
+
+    def hits(**fields: object) -> tuple[list[float], object]:
+        before = watched.scrapes()
+        seen = generate(watched.channel, prompt, **{**CANARY, **fields}).seen
+        after = watched.scrapes()
+        name = "tandem_prefix_cache_hits_total"
+        return [after[role].value(name) - before[role].value(name) for role in ("draft", "target")], seen
+
+    first, seen = hits()
+    assert first == [0, 0]
+    assert hits() == ([99, 99], seen)
+    assert hits(cache_salt="another tenant") == ([0, 0], seen)
+    assert hits(cache_salt="another tenant") == ([99, 99], seen)
+
+
 def test_a_request_without_speculation_costs_the_draft_nothing(watched: Watched) -> None:
     before = watched.scrapes()["draft"]
     generate(watched.channel, PROMPT, **{**CANARY, "num_speculative_tokens": 0})
     after = watched.scrapes()["draft"]
     for name in ("tandem_forwards_total", "tandem_forward_tokens_total", "tandem_prefix_cache_queries_total"):
         assert after.value(name) == before.value(name)
+
+
+def test_a_huge_prompt_holds_up_neither_health_nor_others(watched: Watched) -> None:
+    """A million characters are encoded, found to be too long, and refused; meanwhile another one's rounds go on."""
+    huge = request("the prompt goes on and on " * 38_000)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(watched.channel)
+    canary = generate(watched.channel, PROMPT, **CANARY)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(_status, stub.Generate(huge, timeout=60))
+        slowest, polls = 0.0, 0
+        while not answer.done():
+            began = time.monotonic()
+            assert watched.stack.orchestrator.serving()
+            assert generate(watched.channel, PROMPT, **CANARY).seen == canary.seen
+            slowest, polls = max(slowest, time.monotonic() - began), polls + 1
+    print(f"{polls} polls, the slowest with a request took {slowest:.3f} s")
+    assert answer.result() is grpc.StatusCode.INVALID_ARGUMENT
+    assert polls >= 2
+
+
+def _status(call: Iterable[object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    code: grpc.StatusCode = caught.value.code()  # type: ignore[attr-defined]
+    return code
 
 
 @dataclass(frozen=True)
