@@ -208,8 +208,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         )
         try:
             async with aclosing(decoder.rounds()) as rounds:
+                drafted = 0
                 async for emitted in rounds:
                     response = _response(emitted)
+                    # The next round is accepted only after this one was taken from the generator.
+                    response.draft_tokens = recorder.statistics.drafted - drafted
+                    drafted = recorder.statistics.drafted
                     if completion.finish_reason is not None:
                         response.finish.CopyFrom(_finish(plan, completion, recorder.statistics))
                         await self._end(ownership, decoder.epoch, response)

@@ -82,6 +82,8 @@ class _Choice:
             else:
                 text = response.start.prompt_text + text
         told = self._told(response.tokens) if response.tokens else {}
+        if told and self._inquiry.return_tokens:
+            told["draft_tokens"] = response.draft_tokens
         if text or told:
             yield {**self._head, **({"delta": {"content": text}} if self._chat else {"text": text}), **told}
         if response.HasField("finish"):

@@ -16,6 +16,7 @@ from ..callers import Callers
 from ..errors import RequestFailed
 from ..recorder import Recorders
 from ..servicer import OrchestratorServicer
+from . import page
 from .failures import HttpFailure, http_failure, internal_failure
 from .generation_endpoint import GenerationEndpoint
 from .served_model import ServedModel
@@ -29,7 +30,7 @@ def build_app(
     registry: CollectorRegistry,
     ready: Callable[[], bool],
 ) -> Starlette:
-    """The application; `ready` says what gRPC health says. All but that is for known callers, where there are such."""
+    """The application; `ready` says what gRPC health says. All but that and the page is for known callers, where there are such."""
 
     async def models(request: Request) -> Response:
         with callers.admit(request.headers.items()):
@@ -48,6 +49,11 @@ def build_app(
         with callers.admit(request.headers.items()):
             return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
+    shown = page.load()
+
+    async def show(_: Request) -> Response:
+        return shown
+
     completion = GenerationEndpoint("completion", servicer, recorders, callers, model)
     chat = GenerationEndpoint("chat", servicer, recorders, callers, model)
     return Starlette(
@@ -56,6 +62,7 @@ def build_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
+            Route("/", show),
             Route("/healthz", health),
             Route("/metrics", metrics),
         ],

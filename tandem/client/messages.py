@@ -81,6 +81,7 @@ def to_chunk(response: orchestrator_pb2.GenerateResponse) -> Chunk:
         text=response.text,
         finish=_to_finish(response.finish) if response.HasField("finish") else None,
         index=response.index,
+        draft_tokens=response.draft_tokens,
     )
 
 

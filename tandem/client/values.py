@@ -149,3 +149,5 @@ class Chunk:
     finish: GenerationFinish | None
     index: int = 0
     """Which of several completions this belongs to."""
+    draft_tokens: int = 0
+    """Tokens of this round's block, accepted or not."""

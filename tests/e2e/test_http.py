@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -134,6 +136,9 @@ def test_a_completion_is_that_of_grpc(
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
     assert len(chunks) > 3
+    drafted = [getattr(chunk.choices[0], "draft_tokens", 0) for chunk in chunks]
+    assert sum(drafted) == chunks[-1].choices[0].tandem["draft_tokens"] == expected.speculation.draft_tokens
+    assert max(drafted) == gamma
     assert (last.choices, last.usage) == ([], answer.usage)
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
@@ -415,6 +420,45 @@ def test_two_requests_on_one_connection(service: Service) -> None:
     second = service.post("/v1/completions", prompt=PROMPT, **GREEDY)
     assert first.json()["choices"][0]["text"] == second.json()["choices"][0]["text"]
     assert "connection" not in first.headers
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here; tests/unit/test_http_page.py runs the page's script")
+def test_the_page_shows_a_generation_in_a_browser(service: Service, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    address = service.base.removesuffix("v1")
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-proxy-server",
+        f"--user-data-dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=20000", "--dump-dom", f"{address}#go"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    question = [{"role": "user", "content": "Why should we protect the oceans?"}]
+    answer = service.post("/v1/chat/completions", messages=question, temperature=0, max_tokens=96, return_tokens=True)
+    (choice,) = answer.json()["choices"]
+    shown = re.findall(r'<span class="(?:accepted|recovered|bonus)" title="\w+, id (\d+)">', done.stdout)
+    assert shown
+    assert [int(token_id) for token_id in shown] == [token["id"] for token in choice["tokens"]]
+    assert f"{len(shown)} tokens in {choice['tandem']['rounds']} rounds" in done.stdout
+    assert '<p id="error" role="alert"></p>' in done.stdout
+    assert re.search(r'<polyline id="gamma" points="[\d., ]+">', done.stdout)
+
+
+def test_the_page_is_served(service: Service) -> None:
+    answer = service.http.get("/")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
 def readme_blocks(language: str) -> list[str]:
