@@ -6,10 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import redis
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.browser import BROWSER, browsing
 from tests.support.generation import Generation, generate
 from tests.support.services import MODELS, REPOSITORY, Stack, free_port, running_stack
 
@@ -422,37 +421,28 @@ def test_two_requests_on_one_connection(service: Service) -> None:
     assert "connection" not in first.headers
 
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; tests/unit/test_http_page.py runs the page's script")
 def test_the_page_shows_a_generation_in_a_browser(service: Service, tmp_path: Path) -> None:
-    assert BROWSER is not None
-    address = service.base.removesuffix("v1")
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-proxy-server",
-        f"--user-data-dir={tmp_path}",
-    ]
-    done = subprocess.run(
-        [*command, "--virtual-time-budget=20000", "--dump-dom", f"{address}#go"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
     question = [{"role": "user", "content": "Why should we protect the oceans?"}]
     answer = service.post("/v1/chat/completions", messages=question, temperature=0, max_tokens=96, return_tokens=True)
     (choice,) = answer.json()["choices"]
-    shown = re.findall(r'<span class="(?:accepted|recovered|bonus)" title="\w+, id (\d+)">', done.stdout)
-    assert shown
-    assert [int(token_id) for token_id in shown] == [token["id"] for token in choice["tokens"]]
-    assert f"{len(shown)} tokens in {choice['tandem']['rounds']} rounds" in done.stdout
-    assert '<p id="error" role="alert"></p>' in done.stdout
-    assert re.search(r'<polyline id="gamma" points="[\d., ]+">', done.stdout)
+    with browsing(f"{service.base.removesuffix('v1')}#go", tmp_path) as page:
+        page.wait_for(f"document.querySelectorAll('#text span').length >= {len(choice['tokens'])}")
+        page.wait_for("!document.getElementById('go').disabled")
+        shown = page.value("[...document.querySelectorAll('#text span')].map((piece) => piece.title)")
+        kinds = page.value("[...document.querySelectorAll('#rounds i')].map((square) => square.className)")
+        assert [int(title.split()[-1]) for title in shown] == [token["id"] for token in choice["tokens"]]
+        assert page.value("document.getElementById('text').textContent") == choice["message"]["content"]
+        assert page.value("document.getElementById('error').textContent") == ""
+        assert page.value("document.querySelectorAll('#rounds div').length") == choice["tandem"]["rounds"]
+        rejected = choice["tandem"]["draft_tokens"] - choice["tandem"]["accepted_tokens"]
+        assert (kinds.count("rejected"), kinds.count("accepted")) == (rejected, choice["tandem"]["accepted_tokens"])
+        points = page.value("document.getElementById('gamma').getAttribute('points').split(' ').length")
+        assert points == choice["tandem"]["rounds"]
+        # A request that is refused is told on the page.
+        page.value("document.getElementById('max-tokens').value = 100000")
+        page.value("document.getElementById('form').requestSubmit()")
+        page.wait_for("document.getElementById('error').textContent.includes('max')")
 
 
 def test_the_page_is_served(service: Service) -> None:
