@@ -106,13 +106,13 @@ class JsonObject:
 
     def refuse_unknown(self) -> None:
         """Refuses a field that was not asked for."""
-        for name in self._values.keys() - self._known:
+        for name in sorted(self._values.keys() - self._known):
             raise self.refused(name, "is not a field of this request")
 
     def refused(self, name: str, problem: str) -> InvalidArgument:
         """The error for this field."""
         printable = "".join(character if character.isprintable() else "?" for character in name[:MAX_NAME_CHARACTERS])
-        return InvalidArgument(f"{self._path}{printable}", problem)
+        return InvalidArgument(f"{self._path}{printable}" or '""', problem)
 
     def _take(self, name: str) -> Any:
         self._known.add(name)
