@@ -39,6 +39,11 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
             metavar="HOST:PORT",
             help=f"[TANDEM_{service.upper()}_LISTEN, default 127.0.0.1:{port}]",
         )
+    group.add_argument(
+        "--http-listen",
+        metavar="HOST:PORT",
+        help="OpenAI's API of the orchestrator [TANDEM_HTTP_LISTEN; default: none]",
+    )
     group.add_argument("--redis-url", metavar="URL", help="[TANDEM_REDIS_URL]")
     for service in ("draft", "target"):
         group.add_argument(

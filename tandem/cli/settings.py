@@ -72,6 +72,7 @@ def stack_home(environment: Mapping[str, str]) -> Path:
 _FLAGS = {
     "TANDEM_HOME": "home",
     "TANDEM_READY_TIMEOUT": "ready_timeout",
+    "TANDEM_HTTP_LISTEN": "http_listen",
     "TANDEM_REDIS_URL": "redis_url",
     "TANDEM_ORCHESTRATOR_ADDRESS": "orchestrator_address",
     **{f"TANDEM_{service.upper()}_LISTEN": f"{service}_listen" for service in DEFAULT_LISTEN},

@@ -30,5 +30,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         progress.note(f"nothing to start: the orchestrator at {plan.orchestrator_address} is used as it is")
         return 0
     progress.note(f"orchestrator at {plan.orchestrator_address}, logs in {settings.logs}")
+    if http := settings.environment.get("TANDEM_HTTP_LISTEN"):
+        progress.note(f"OpenAI's API and a page at http://{http}/")
     progress.note('`tandem generate "…"` talks to it, `tandem down` stops it')
     return 0
