@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from orchestrator.callers import Callers
 from orchestrator.errors import Aborted, Overloaded, RequestFailed, Unavailable
+from orchestrator.http import generation_endpoint
 from orchestrator.http.app import build_app
 from tandem.v1 import orchestrator_pb2 as api
 
@@ -124,6 +125,15 @@ async def test_what_is_refused_unread_is_recorded_as_a_request() -> None:
     assert recorded.ended == ["INVALID_ARGUMENT"]
 
 
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/completions",
+    "headers": [(b"content-type", b"application/json")],
+    "query_string": b"",
+}
+
+
 async def exchange(play: Play, messages: list[dict[str, Any]], wait: asyncio.Event | None = None) -> list[Any]:
     """One exchange by hand; after its messages the caller leaves, once `wait` is set."""
     sent: list[Any] = []
@@ -138,14 +148,7 @@ async def exchange(play: Play, messages: list[dict[str, Any]], wait: asyncio.Eve
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": [(b"content-type", b"application/json")],
-        "query_string": b"",
-    }
-    await application(play)(scope, receive, send)
+    await application(play)(dict(SCOPE), receive, send)
     return sent
 
 
@@ -202,6 +205,29 @@ async def test_the_end_of_the_service_is_told_to_whom_it_cuts_off() -> None:
     sent = await task
     assert sent[0]["status"] == 503
     assert json.loads(sent[1]["body"])["error"]["code"] == "shutting_down"
+
+
+async def test_a_caller_that_reads_nothing_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_endpoint, "LAST_WORD_SECONDS", 0.05)
+    sent: list[Any] = []
+
+    async def play(call: Any) -> None:
+        await call.write(START)
+        raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW")
+
+    async def send(message: Any) -> None:
+        if len(sent) == 2:  # the head and the first event
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    messages = [{**BODY, "body": b'{"prompt": "p", "stream": true}'}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async with asyncio.timeout(10):
+        await application(play)(dict(SCOPE), receive, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
 async def test_a_body_that_breaks_off_is_no_request() -> None:
