@@ -96,6 +96,12 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each model")
     parser.add_argument("--gamma", type=_numbers, help="draft tokens of a round: 1,2,3,5")
+    parser.add_argument(
+        "--ways",
+        type=_ways,
+        default=(),
+        help="other ways to decode, in turns with plain decoding: auto,2+ahead,auto+ahead",
+    )
     parser.add_argument("--classes", type=_names, help="kinds of prompts: chat,code,copying,prose")
     parser.add_argument("--temperature", type=_reals, help="temperatures: 0,0.7,1")
     parser.add_argument("--tokens", type=int, help="most tokens of a completion")
@@ -119,6 +125,10 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
         "--shared-tokens", type=int, default=default.shared_tokens, help="tokens of the common beginning"
     )
     parser.add_argument("--quick", action="store_true", help="few requests, few tokens, once: some minutes")
+
+
+def _ways(text: str) -> tuple[pair.Way, ...]:
+    return tuple(pair.Way.parse(part) for part in text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -217,6 +227,7 @@ def _pair_options(options: argparse.Namespace, found: overhead.OverheadResult | 
         dtype=options.dtype,
         threads=options.threads,
         gammas=options.gamma or (QUICK_GAMMAS if options.quick else default.gammas),
+        ways=options.ways,
         cases=cases,
         max_tokens=options.tokens or (QUICK_TOKENS if options.quick else default.max_tokens),
         prompts=options.prompts,

@@ -68,6 +68,41 @@ class PairRow:
         return self.round - self.costs.draft - self.costs.verify
 
 
+@dataclass(frozen=True, slots=True)
+class WayRow:
+    """One class of prompts and temperature, decoded in another way than with a fixed gamma and a draft that waits."""
+
+    prompts: str
+    temperature: float
+    way: str
+    trials: int
+    speedup: float
+    """Median over the trials of tokens/s divided by the mean of the plain runs before and after, first responses left
+    out."""
+    tokens_per_round: float
+    mean_gamma: float
+    """Draft tokens of a round, rounds without any included."""
+    expected_speedup: float
+    """What an adaptive gamma expected; 0 for a fixed one."""
+
+
+def way_row(prompts: str, temperature: float, way: str, max_tokens: int, trials: Sequence[Trial]) -> WayRow:
+    """Summarises the trials of one case. Blocks differ in size, so all rounds after the first count, the last one too."""
+    statistics = [trial.speculative.finish.speculation for trial in trials]
+    rounds, tokens, _ = _total([trial.speculative for trial in trials], 0, max_tokens)
+    ratios = [_ratio(trial, 0, max_tokens) for trial in trials]
+    return WayRow(
+        prompts=prompts,
+        temperature=temperature,
+        way=way,
+        trials=len(trials),
+        speedup=median([ratio for ratio in ratios if not math.isnan(ratio)]),
+        tokens_per_round=tokens / max(rounds, 1),
+        mean_gamma=sum(each.draft_tokens for each in statistics) / max(sum(each.rounds for each in statistics), 1),
+        expected_speedup=median([each.expected_speedup for each in statistics]),
+    )
+
+
 def pair_row(
     prompts: str, temperature: float, gamma: int, max_tokens: int, trials: Sequence[Trial], costs: Costs
 ) -> PairRow:

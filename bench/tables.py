@@ -158,7 +158,39 @@ def pair_tables(result: PairResult) -> list[Table]:
         "tok/s: after the first response. speed-up: beside the plain runs just before and after. predicted: "
         "tok/round x C_t(1) / (C_d + C_t(g+1) + C_o). ratio: speed-up / predicted."
     )
-    return [speed, rounds, _by_gamma(result.rows)]
+    found = [speed, rounds, _by_gamma(result.rows)]
+    return [*found, _ways(result)] if result.ways else found
+
+
+def _ways(result: PairResult) -> Table:
+    """Other ways than a fixed gamma, beside the fixed gammas of the same run."""
+    table = results_table(
+        "Ways to choose gamma, and a draft that works ahead",
+        ("prompts", "T", "way", "speed-up", "best fixed gamma", "expected", "tok/round", "gamma"),
+    )
+    for row in result.ways:
+        fixed = [each for each in result.rows if (each.prompts, each.temperature) == (row.prompts, row.temperature)]
+        best = max(fixed, key=lambda each: each.speedup)
+        table.add_row(
+            row.prompts,
+            f"{row.temperature:g}",
+            row.way,
+            f"{row.speedup:.2f}x",
+            f"{best.gamma}: {best.speedup:.2f}x",
+            f"{row.expected_speedup:.2f}x" if row.expected_speedup else "",
+            f"{row.tokens_per_round:.2f}",
+            f"{row.mean_gamma:.1f}",
+            style="" if row.speedup >= 1 else "yellow",
+        )
+    for way in dict.fromkeys(row.way for row in result.ways):
+        chosen = [row for row in result.ways if row.way == way]
+        losing = [f"{row.prompts} T={row.temperature:g} {row.speedup:.2f}x" for row in chosen if row.speedup < 1]
+        middle = median([row.speedup for row in chosen])
+        table.add_row("all", "", way, f"{middle:.2f}x", "", "", "", "", end_section=True)
+        table.add_row("slower than plain", "", way, ", ".join(losing) or "none")
+    counts = ", ".join(f"{name.removeprefix('tandem_')} {value:.0f}" for name, value in result.ahead_items.items())
+    table.caption = f"speed-up: beside the plain runs just before and after. {counts}"
+    return table
 
 
 def _by_gamma(rows: Sequence[PairRow]) -> Table:

@@ -31,8 +31,11 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
     amount = ["--gamma", "2", "--classes", "prose", "--temperature", "1", "--tokens", "24", "--samples", "4"]
-    assert main(["pair", *models, *amount, "--overhead-ms", "1", "--json", str(file)]) == 0
+    ways = ["--ways", "auto,2+ahead"]
+    assert main(["pair", *models, *amount, *ways, "--overhead-ms", "1", "--json", str(file)]) == 0
     numbers = json.loads(file.read_text())
+    assert [(row["way"], row["speedup"] > 0) for row in numbers["pair"]["ways"]] == [("auto", True), ("2+ahead", True)]
+    assert numbers["pair"]["ahead_items"]["tandem_draft_ahead_tokens_total"] > 0
     [row] = numbers["pair"]["rows"]
     assert 1 <= row["tokens_per_round"] <= 3
     assert len(row["acceptance_per_position"]) == 2

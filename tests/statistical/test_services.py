@@ -228,7 +228,7 @@ def test_the_law_is_the_targets_with_look_ahead(
     assert min(found.values()) > ALPHA, found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws: Laws) -> None:
     """Few requests at a time: a busy draft doesn't work ahead. That blocks are the same with it and without is proved
     token for token in tests/engine/test_ahead.py."""
