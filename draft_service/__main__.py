@@ -26,33 +26,21 @@ def main() -> int:
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         # torch and transformers take seconds to import, and health answers meanwhile.
-        from draft_service.ahead import DraftAhead
-        from draft_service.drafter import Drafter, ModelDrafter
-        from tandem.engine import loading
+        from draft_service.methods import prepare
         from tandem.engine.engine import Engine
-        from tandem.engine.scheduler import StepLimits
 
-        model = loading.load(settings.model_options())
-        ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
-        drafter: Drafter = ModelDrafter(
-            model.vocabulary_size, settings.support_size, settings.max_speculative_tokens, ahead
-        )
-        limits = StepLimits(
-            short_feed=settings.max_speculative_tokens + 1,
-            prefill_chunk=settings.prefill_chunk,
-            forward_cost=model.forward_cost,
-        )
+        prepared = prepare(settings)
         engine = Engine(
-            model.lm,
-            drafter,
+            prepared.model.lm,
+            prepared.drafter,
             loop,
-            limits=limits,
+            limits=prepared.limits,
             on_death=on_death,
             reuse_prefixes=settings.prefix_reuse,
-            idle=ahead,
+            idle=prepared.ahead,
             debug_invariants=settings.debug_invariants,
         )
-        return Loaded(model, engine)
+        return Loaded(prepared.model, engine)
 
     spec = WorkerSpec(
         service=servicer.SERVICE,

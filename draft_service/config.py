@@ -35,6 +35,22 @@ class DraftConfig:
         check=lambda value: not value or value.rpartition(":")[2].isdigit(),
         expected="host:port",
     )
+    method: str = setting(
+        "TANDEM_DRAFT_METHOD",
+        "model",
+        help="model, or ngram: what followed the last tokens when they stood in the request before; that needs the "
+        "tokenizer of TANDEM_DRAFT_MODEL, and no weights",
+        check=("model", "ngram").__contains__,
+        expected="model or ngram",
+    )
+    layers: int = setting(
+        "TANDEM_DRAFT_LAYERS",
+        0,
+        help="run only so many of the model's first layers, with its own head: the target itself can draft so; 0: all",
+        parse=int,
+        check=lambda value: 0 <= value <= 1024,
+        expected="0 to 1024",
+    )
     model: str = setting("TANDEM_DRAFT_MODEL", help="name on the hub, or folder, of the draft model", check=bool)
     revision: str = setting("TANDEM_DRAFT_REVISION", "main", help="branch, tag or commit of the model on the hub")
     device: str = setting("TANDEM_DRAFT_DEVICE", "auto", help="cpu, cuda, cuda:1, ...; auto: cuda if there, else cpu")
@@ -167,6 +183,7 @@ class DraftConfig:
             device=self.device,
             dtype=self.dtype,
             gguf_file=self.gguf_file,
+            layers=self.layers,
             trust_remote_code=self.trust_remote_code,
             threads=self.threads,
             slots=self.slots,

@@ -53,6 +53,7 @@ def _item(answer: Answer) -> draft_pb2.ProposalItem:
         for drafted in answer.result
     ]
     item.proposal.tokens.extend(tokens)
+    item.proposal.declined = not tokens
     item.proposal.cached_length = answer.cached_length
     if answer.work is not None:
         item.proposal.time.CopyFrom(answer.work.to_proto())

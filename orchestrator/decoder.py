@@ -17,7 +17,7 @@ from tandem.acceptance import TargetRow, accept
 from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
-from .drafting import Block, Drafting
+from .drafting import DECLINED, Block, Drafting
 from .gamma_controller import Choice, GammaPolicy
 from .logprobs import with_logprobs
 from .metrics import RoundReport
@@ -112,6 +112,8 @@ class Decoder:
         began = perf_counter()
         block = await self._drafting.propose(self._prefix, self._epoch, choice.gamma, record)
         proposed = perf_counter()
+        if block is DECLINED:
+            record.declined()
         record.proposed(len(block.drafted))
         rows = await self._scoring.verify(self._prefix, self._epoch, block, record)
         record.verified()

@@ -52,6 +52,8 @@ class Block:
 
 
 PLAIN = Block()
+DECLINED = Block()
+"""The draft has nothing to propose."""
 
 
 class _Blame(Enum):
@@ -240,7 +242,8 @@ class Drafting:
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
-        block = self._checked(proposal, gamma, item.look_ahead)
+        declined = proposal.declined and not proposal.tokens
+        block = DECLINED if declined else self._checked(proposal, gamma, item.look_ahead)
         replica.bench.answered()
         return block
 

@@ -116,6 +116,9 @@ class Metrics:
             registry=registry,
         )
 
+        self._declined = Counter(
+            "tandem_declined_proposals", "Proposals without a token: the draft found nothing", registry=registry
+        )
         chosen = Counter(
             "tandem_gamma_choices", "Rounds whose gamma was chosen for them, by reason", ["reason"], registry=registry
         )
@@ -161,6 +164,10 @@ class Metrics:
             pending.labels(role=role).set_function(partial(_pending_items, pool))
         tasks = Gauge("tandem_event_loop_tasks", "Tasks of the event loop", registry=self._registry)
         tasks.set_function(partial(_tasks, asyncio.get_running_loop()))
+
+    def declined(self) -> None:
+        """A draft had nothing to propose."""
+        self._declined.inc()
 
     def gamma_chosen(self, choice: Choice) -> None:
         """A round of an adaptive request begins."""

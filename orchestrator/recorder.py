@@ -171,6 +171,10 @@ class RoundRecorder:
         if self._trace is not None:
             self._trace.chosen(choice)
 
+    def declined(self) -> None:
+        """The draft has nothing to propose here."""
+        self._request.metrics.declined()
+
     def degraded(self, reason: str, *, newly: bool) -> None:
         """A block was wanted and there is none."""
         self._degraded_reason = reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, l
 from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import ForwardCost
+from tandem.engine.job import RaggedModel
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
 
@@ -30,6 +32,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 _CPU_KV_BYTES = 2 << 30
 _GPU_KV_SHARE = 0.8
+_CONTEXT_WITHOUT_MODEL = 1 << 17
 """Of the memory that is free once the model is there; activations and logits need the rest."""
 
 
@@ -47,6 +50,8 @@ class ModelOptions:
     threads: int = 0
     """CPU threads; 0 leaves torch's default."""
     slots: int = 32
+    layers: int = 0
+    """Only so many of the first layers; 0: all."""
     extra_slots: int = 0
     """For the engine's own use, beyond those for sessions."""
     context_length: int = 0
@@ -59,7 +64,7 @@ class ModelOptions:
 class ServedModel:
     """A model that is ready to run, and what GetModelInfo says about it."""
 
-    lm: CausalLM
+    lm: RaggedModel
     name: str
     vocabulary_size: int
     padded_vocabulary_size: int
@@ -107,7 +112,7 @@ def load(options: ModelOptions) -> ServedModel:
     vocabulary_size = min(len(strings), padded)
     return ServedModel(
         lm=lm,
-        name=options.model,
+        name=f"{options.model}, {options.layers} layers" if options.layers else options.model,
         vocabulary_size=vocabulary_size,
         padded_vocabulary_size=padded,
         vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings[:vocabulary_size]),
@@ -145,16 +150,59 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
         config = AutoConfig.from_pretrained(options.model, **source)
+        if options.layers:
+            _cut(config, options)
         model = AutoModelForCausalLM.from_pretrained(
             options.model,
             dtype=dtype,
+            config=config,
             attn_implementation=_attention_implementation(config),
             use_safetensors=None if options.gguf_file else True,
             **source,
         )
+    except ModelError:
+        raise
     except Exception as error:  # the loaders of a dozen libraries raise whatever they like
         raise ModelError(f"can't load model {options.model!r} ({where}): {_one_line(error)}") from error
     return model.to(device).eval(), tokenizer
+
+
+def _cut(config: Any, options: ModelOptions) -> None:
+    """Leaves the first layers only; the embeddings, the last norm and the head stay. Raises ModelError."""
+    text = config.get_text_config()
+    if options.gguf_file:
+        raise ModelError("only some of the layers can't be taken from a GGUF file")
+    if not options.layers <= text.num_hidden_layers:
+        raise ModelError(f"{options.layers} layers of a model that has {text.num_hidden_layers}")
+    text.num_hidden_layers = options.layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: options.layers]
+
+
+def load_tokens_alone(options: ModelOptions, lm: Callable[[int, int], RaggedModel]) -> ServedModel:
+    """What is said of a draft without a model: that of the tokenizer. `lm(context_length, vocabulary_size)` makes what
+    takes the model's place. Raises ModelError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+    except Exception as error:
+        raise ModelError(f"can't load the tokenizer of {options.model!r}: {_one_line(error)}") from error
+    strings = model_info.token_strings(tokenizer)
+    context_length = options.context_length or _CONTEXT_WITHOUT_MODEL
+    return ServedModel(
+        lm=lm(context_length, len(strings)),
+        name=f"{options.model}, tokens alone",
+        vocabulary_size=len(strings),
+        padded_vocabulary_size=len(strings),
+        vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings),
+        end_token_ids=(),
+        context_length=context_length,
+        slots=options.slots,
+        dtype="none",
+        device="cpu",
+        forward_cost=forward_cost.FREE_TOKENS,
+    )
 
 
 def _attention_implementation(config: Any) -> str:

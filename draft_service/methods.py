@@ -1,0 +1,49 @@
+"""The ways to draft, by configuration: a causal language model, whole or its first layers, or n-grams without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from draft_service.ahead import DraftAhead
+from draft_service.config import DraftConfig
+from draft_service.drafter import Drafter, ModelDrafter
+from draft_service.ngram import NgramDrafter, TokensAlone
+from tandem.engine import loading
+from tandem.engine.loading import ServedModel
+from tandem.engine.scheduler import StepLimits
+
+_FREE_TOKENS_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that an engine needs to draft."""
+
+    model: ServedModel
+    drafter: Drafter
+    limits: StepLimits
+    ahead: DraftAhead | None = None
+
+
+def prepare(settings: DraftConfig) -> Prepared:
+    """Loads what the configured way needs; raises ModelError."""
+    return _ngram(settings) if settings.method == "ngram" else _model(settings)
+
+
+def _model(settings: DraftConfig) -> Prepared:
+    model = loading.load(settings.model_options())
+    ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
+    drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens, ahead)
+    limits = StepLimits(
+        short_feed=settings.max_speculative_tokens + 1,
+        prefill_chunk=settings.prefill_chunk,
+        forward_cost=model.forward_cost,
+    )
+    return Prepared(model, drafter, limits, ahead)
+
+
+def _ngram(settings: DraftConfig) -> Prepared:
+    model = loading.load_tokens_alone(settings.model_options(), partial(TokensAlone, settings.slots))
+    drafter = NgramDrafter(model.vocabulary_size, settings.max_speculative_tokens)
+    return Prepared(model, drafter, StepLimits(prefill_chunk=_FREE_TOKENS_CHUNK))

@@ -1,0 +1,100 @@
+"""Drafting without a model: what followed the last tokens when they stood in the request before.
+
+Prompt lookup (Saxena, "Prompt lookup decoding", 2023; `prompt_lookup_num_tokens` in transformers): the longest run of
+last tokens that occurs earlier is found, of several occurrences the latest, and the tokens after it are the block. Good
+where text is copied or edited. A proposed token is certain to the draft, so q is one-hot; the block and its length depend
+only on the prefix. Where nothing is found the draft declines, and the round is decoded plainly at no cost to the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from draft_service.drafter import ProposeJob
+from tandem.acceptance import Drafted, check_drafted
+from tandem.engine.faults import invalid
+from tandem.engine.feed import Feed
+from tandem.engine.invariants import require
+from tandem.engine.sampling_fields import check_sampling
+from tandem.v1 import draft_pb2
+from tandem.wire import IdArray
+
+LONGEST_RUN = 4
+SHORTEST_RUN = 2
+"""A single token that occurred before says little about what follows."""
+_CERTAIN = np.ones(1, dtype=np.float32)
+
+
+class TokensAlone:
+    """In a model's place in the engine: keeps count of tokens, and computes nothing."""
+
+    def __init__(self, slots: int, max_length: int, vocabulary_size: int) -> None:
+        self.slots = slots
+        self.max_length = max_length
+        self.padded_vocabulary_size = vocabulary_size
+
+    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """No logits: [sum of rows, 0]."""
+        return torch.empty(sum(feed.rows for feed in feeds), 0)
+
+    def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
+        """There are no keys and values."""
+
+    def self_test(self) -> None:
+        """Can't fail."""
+
+
+class NgramDrafter:
+    """A Drafter that reads `job.session.tokens` alone; results are lists of Drafted, empty where it declines."""
+
+    def __init__(self, vocabulary_size: int, max_speculative_tokens: int) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._max_speculative_tokens = max_speculative_tokens
+
+    def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
+        """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
+        check_sampling(item, self._vocabulary_size)
+        block = item.num_speculative_tokens
+        if not 1 <= block <= self._max_speculative_tokens:
+            raise invalid("num_speculative_tokens", f"{block}, expected 1 to {self._max_speculative_tokens}")
+        return ProposeJob(item.cache_epoch, block, block + item.look_ahead)
+
+    def begin(self, job: ProposeJob) -> None:
+        """The prefix is run like any other, which costs nothing."""
+
+    def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:  # noqa: ARG002 - there are none
+        """Whole blocks at once."""
+        for job in jobs:
+            found = continuation(job.session.tokens.view(0, job.session.prefix_length), job.wanted)
+            # An id beyond the vocabulary can stand in a prompt, but not in a proposal.
+            known = np.flatnonzero(found >= self._vocabulary_size)
+            job.drafted = [_certain(token_id) for token_id in found[: known[0] if known.size else None].tolist()]
+            job.result = job.drafted
+
+    def check(self, job: ProposeJob) -> None:
+        """A block no longer than asked for, and nothing but the prefix in the cache."""
+        session = job.session
+        require(session.cached_length == session.prefix_length, "the cache holds the prefix")
+        require(len(job.drafted) <= job.wanted, "the block is no longer than asked for")
+        for drafted in job.drafted:
+            check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)
+
+
+def continuation(token_ids: IdArray, count: int) -> IdArray:
+    """Up to `count` tokens that followed the latest earlier occurrence of the longest run that ends `token_ids`; empty
+    where there is none. Linear in their number."""
+    for run in range(min(LONGEST_RUN, token_ids.size - 1), SHORTEST_RUN - 1, -1):
+        windows = sliding_window_view(token_ids[:-1], run)
+        places = np.flatnonzero((windows == token_ids[-run:]).all(axis=-1))
+        if places.size:
+            start = int(places[-1]) + run
+            return token_ids[start : start + count].copy()
+    return token_ids[:0]
+
+
+def _certain(token_id: int) -> Drafted:
+    return Drafted(token_id, np.array([token_id], dtype=np.uint32), _CERTAIN, 0)

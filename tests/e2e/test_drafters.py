@@ -1,0 +1,57 @@
+"""Drafts that are no model of their own: the first layers of the target, and n-grams of the request itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import sampling_pb2
+from tests.support.generation import generate_all, request
+from tests.support.reference import Reference
+from tests.support.services import MODELS, running_stack
+
+TARGET = MODELS / "tiny-target"
+WAYS = {"ngram": {"TANDEM_DRAFT_METHOD": "ngram"}, "shallow": {"TANDEM_DRAFT_LAYERS": "1"}}
+GAMMAS: dict[str, dict[str, Any]] = {
+    **{str(gamma): {"num_speculative_tokens": gamma} for gamma in (0, 1, 2, 5, 8)},
+    "auto": {"adaptive_speculative_tokens": True},
+}
+PROMPTS = [[5, 6, 7], [77] * 48, [*range(10, 60), *range(10, 40)]]
+TOKENS = 60
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def channel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Channel]:
+    environment = {
+        **WAYS[request.param],
+        "TANDEM_DEBUG_INVARIANTS": "true",
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
+    }
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path_factory.mktemp(request.param)
+        services = stack.enter_context(running_stack(folder, TARGET, TARGET, environment))
+        yield stack.enter_context(grpc.insecure_channel(services.orchestrator.address))
+
+
+def test_greedy_is_token_exact_at_every_gamma(channel: grpc.Channel) -> None:
+    reference = Reference(TARGET)
+    expected = [reference.greedy(prompt, TOKENS) for prompt in PROMPTS]
+    for gamma, fields in GAMMAS.items():
+        asked = (request(prompt, temperature=0, max_tokens=TOKENS, **fields) for prompt in PROMPTS)
+        results = generate_all(channel, asked)
+        assert [result.ids for result in results] == expected, gamma
+        assert sum(result.speculation.degraded_rounds for result in results) == 0
+        accepted = sum(result.speculation.accepted_tokens for result in results)
+        assert (accepted > 0) == (gamma != "0"), gamma
+
+
+def test_coupled_text_is_a_function_of_the_seed(channel: grpc.Channel, tiny_channel: grpc.Channel) -> None:
+    fields = {"max_tokens": 40, "acceptance_method": sampling_pb2.ACCEPTANCE_METHOD_COUPLED}
+    for number in (0, 1, 5):
+        asked = [request(PROMPTS[0], seed=seed, num_speculative_tokens=number, **fields) for seed in range(4)]
+        seen = [[result.seen for result in generate_all(each, asked)] for each in (channel, tiny_channel)]
+        assert seen[0] == seen[1]

@@ -1,0 +1,83 @@
+"""What an n-gram draft proposes; and the rule with its one-hot q, against the law computed directly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from draft_service.ngram import continuation
+from tandem.acceptance import TargetRow, accept, check_drafted
+from tandem.randomness import Lane, uniforms
+
+VOCABULARY = 8
+TOKENS = 40_000
+FEWER_TOKENS = 10_000
+ALPHA = 1e-3
+
+
+def ids(*values: int) -> NDArray[np.uint32]:
+    return np.array(values, dtype=np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "expected"),
+    [
+        ((1, 2, 3, 4, 9, 1, 2), 3, (3, 4, 9)),  # what followed 1 2
+        ((1, 2, 3, 1, 2, 4, 1, 2), 1, (4,)),  # of two occurrences, the later one
+        ((7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2), 1, (3,)),  # the longer run decides, though it is the earlier one
+        ((5, 5, 5, 5), 2, (5,)),  # an occurrence may overlap the end; no more follows than there is
+        ((1, 2, 3, 4), 2, ()),
+        ((1, 9, 1), 2, ()),  # one token is no run
+        ((1,), 2, ()),
+        ((1, 2), 2, ()),
+    ],
+)
+def test_the_block_is_what_followed_the_same_run_before(
+    tokens: tuple[int, ...], count: int, expected: tuple[int, ...]
+) -> None:
+    assert continuation(ids(*tokens), count).tolist() == list(expected)
+
+
+def _generate(transitions: NDArray[np.float64], tokens: int, *, strict: bool) -> NDArray[np.int64]:
+    """A text of a Markov target, drafted by n-grams of itself with one-hot q; `strict` accepts by p > 1/2 instead."""
+    text = [0]
+    lanes = uniforms(11, 0, 2 * tokens)[:, [Lane.ACCEPT, Lane.RESIDUAL]].tolist()
+    outside = np.random.default_rng(5).random(2 * tokens)
+    while len(text) < tokens:
+        context = np.array(text[-16:], dtype=np.uint32)
+        block = [
+            check_drafted(int(token), ids(int(token)), np.ones(1, dtype=np.float32), VOCABULARY)
+            for token in continuation(context, 3)
+        ]
+        rows = []
+        last = text[-1]
+        for index in range(len(block) + 1):
+            law = transitions[last]
+            support = block[index].support_ids if index < len(block) else ids()
+            rest = law.copy()
+            rest[support] = 0.0
+            draw = int(np.searchsorted(rest.cumsum(), outside[len(text) + index] * rest.sum(), side="right"))
+            rows.append(TargetRow(law[support].astype(np.float32), float(rest.sum()), min(draw, VOCABULARY - 1)))
+            if index < len(block):
+                last = block[index].token_id
+        drawn = lanes[len(text) : len(text) + len(block) + 1]
+        if strict:
+            drawn = [(0.5, residual) for _, residual in drawn]
+        text += accept(block, rows, drawn).token_ids
+    return np.array(text[:tokens])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_law_of_transitions_with_a_one_hot_q(strict: bool) -> None:
+    """Planted in the second case: a draft token stands where p is above a half, as greedy thinking would have it."""
+    transitions = np.random.default_rng(3).dirichlet(np.full(VOCABULARY, 0.6), VOCABULARY)
+    text = _generate(transitions, FEWER_TOKENS if strict else TOKENS, strict=strict)
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    np.add.at(counts, (text[:-1], text[1:]), 1)
+    expected = counts.sum(axis=1, keepdims=True) * transitions
+    often = expected >= 5
+    statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    p_value = float(stats.chi2.sf(statistic, int(often.sum()) - VOCABULARY))
+    assert (p_value < 1e-6) if strict else (p_value > ALPHA)
