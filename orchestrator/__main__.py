@@ -18,7 +18,7 @@ from .metrics import Metrics, StoreMetrics
 from .recorder import Recorders
 from .runtime import Runtime
 from .servicer import SERVICE, OrchestratorServicer, add_to_server
-from .session_store import SessionStore, StoreConfig
+from .session_store import Durability, SessionStore, StoreConfig
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def _store_config(settings: OrchestratorConfig) -> StoreConfig:
             finished_ttl=settings.finished_ttl_seconds,
             retry_seconds=settings.store_retry_seconds,
             retry_attempts=STORE_ATTEMPTS,
+            durability=Durability.parse(settings.store_durability),
         )
     except ValueError as error:
         raise config.ConfigError(f"TANDEM_REDIS_URL: {error}") from error

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from tandem.config import parse_bool, parse_list, setting
 from tandem.transport_security import ClientFiles, ServerFiles
 
+from .session_store import Durability
+
+MAX_REPLICAS = 16
+"""Of the store that a commit may have to wait for."""
+
 
 def _address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdigit() and int(port) < 65536
+
+
+def _durability(text: str) -> bool:
+    try:
+        return Durability.parse(text).replicas <= MAX_REPLICAS
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,9 @@ class OrchestratorConfig:
         expected="at least one host:port",
     )
     tokenizer: str = setting("TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config")
-    redis_url: str = setting("TANDEM_REDIS_URL", help="the store of committed tokens, redis:// or rediss://")
+    redis_url: str = setting(
+        "TANDEM_REDIS_URL", help="the store of committed tokens: redis://, rediss:// or redis+sentinel://"
+    )
     draft_addresses: tuple[str, ...] = setting(
         "TANDEM_DRAFT_ADDRESSES",
         (),
@@ -212,6 +226,13 @@ class OrchestratorConfig:
         parse=float,
         check=lambda value: value >= 0,
         expected="at least 0",
+    )
+    store_durability: str = setting(
+        "TANDEM_STORE_DURABILITY",
+        "memory",
+        help="what has to hold a commit before its tokens are sent: memory, disk, replicas=N or disk+replicas=N",
+        check=_durability,
+        expected="memory, disk, replicas=N or disk+replicas=N",
     )
     store_timeout_seconds: float = setting(
         "TANDEM_STORE_TIMEOUT_SECONDS",

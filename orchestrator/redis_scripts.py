@@ -85,6 +85,32 @@ class Patience:
     total: float
 
 
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """Who has to hold what a connection has written before it counts; `seconds` is how long one exchange may take."""
+
+    disks: int
+    """1: the primary's own append-only file, synced."""
+    replicas: int
+    seconds: float
+
+    async def obtain(self, connection: AbstractConnection) -> None:
+        """Raises RedisError where too few hold it in time."""
+        # The server gives up first, so that the reply says how many there are.
+        milliseconds = max(1, int(self.seconds * 900))
+        if self.disks:
+            command = _pack(b"WAITAOF", self.disks, self.replicas, milliseconds)
+        else:
+            command = _pack(b"WAIT", self.replicas, milliseconds)
+        await connection.send_packed_command(command)
+        reply = await _read(connection)
+        if isinstance(reply, ResponseError):
+            raise reply
+        disks, replicas = reply if self.disks else (0, reply)
+        if disks < self.disks or replicas < self.replicas:
+            raise RedisError(f"held by {replicas} replicas and {disks} disks, wanted {self.replicas} and {self.disks}")
+
+
 class _Call:
     """One script to run, packed for the wire, and the future its caller waits on."""
 
@@ -166,7 +192,14 @@ class _Connections:
 class ScriptPipeline:
     """Runs scripts through a pool of connections, which it owns. Use it from one event loop."""
 
-    def __init__(self, pool: ConnectionPool, patience: Patience, on_retry: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        patience: Patience,
+        on_retry: Callable[[str], None],
+        acknowledgement: Acknowledgement | None = None,
+    ) -> None:
+        self._acknowledgement = acknowledgement
         self._connections = _Connections(pool)
         self._patience = patience
         self._on_retry = on_retry
@@ -259,7 +292,7 @@ class ScriptPipeline:
         """Sends the calls and hands out the replies. Raises RedisError if calls are left without an answer."""
         for _ in range(_MAX_LOADS):
             await connection.send_packed_command(b"".join([call.packed for call in calls]))
-            refusal, unknown = None, []
+            refusal, unknown, replies = None, [], []
             for call in calls:
                 reply = await _read(connection)
                 if isinstance(reply, NoScriptError):
@@ -267,7 +300,12 @@ class ScriptPipeline:
                 elif isinstance(reply, ResponseError) and _is_transient(reply):
                     refusal = reply
                 else:
-                    call.answer(reply)
+                    replies.append((call, reply))
+            if refusal is None and self._acknowledgement is not None and replies:
+                # Nothing of it counts before others hold it. It is asked again then, and knows itself.
+                await self._acknowledgement.obtain(connection)
+            for call, reply in replies:
+                call.answer(reply)
             if refusal is not None:
                 raise refusal
             if not unknown:

@@ -26,6 +26,8 @@ from .vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 READINESS_SECONDS = 0.5
+STORE_HEALTH_SECONDS = 1.0
+"""With the time between two looks, health tells of a store that hangs within two seconds, however long a commit may wait."""
 RETRY_AFTER_SECONDS = 2.0
 
 
@@ -113,9 +115,12 @@ class Runtime:
         if not self.targets.ready:
             return "; ".join(["no target is connected", *self.targets.refusals])
         try:
-            await self.store.ping()
+            async with asyncio.timeout(STORE_HEALTH_SECONDS):
+                await self.store.ping()
         except (StoreFull, StoreUnavailable) as error:
             return f"the store is not available: {error}"
+        except TimeoutError:
+            return f"the store does not answer within {STORE_HEALTH_SECONDS:g} s"
         return None if ever_ready else self._missing_draft()
 
     def _missing_draft(self) -> str | None:

@@ -7,7 +7,7 @@ script, which first compares what the caller believes (its ownership, the epoch,
 An ownership is named by a fence, which rises with each take-over, and by a claim, random bytes. The claim tells apart
 two sessions with the same id and fence, such as before and after an eviction, and lets a script recognise a retry.
 
-Any Redis from 7.0 or Valkey will do. Sentinel and Cluster addresses are refused for now.
+Any Redis from 7.0 or Valkey will do, its primary named by its address or by Sentinels. Cluster addresses are refused.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from enum import StrEnum
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from tandem.transport_security import ClientFiles
 from tandem.wire import TOKEN_BYTES
 
-from .redis_scripts import Patience, Script, ScriptPipeline, StoreError, StoreFull, StoreUnavailable
+from .redis_pools import check_url, make_pool
+from .redis_scripts import Acknowledgement, Patience, Script, ScriptPipeline, StoreError, StoreFull, StoreUnavailable
 from .redis_tls import FollowingSSLConnection, tls_settings
 
 __all__ = [
     "AlreadyExists",
+    "Durability",
     "EpochConflict",
     "FencedOff",
     "Ownership",
@@ -52,7 +53,6 @@ __all__ = [
     "StoreUnavailable",
 ]
 
-_SCHEMES = ("redis", "rediss", "unix")
 _CLAIM_BYTES = 16
 
 
@@ -96,6 +96,30 @@ class StateLost(_StateMismatch):
 
 
 @dataclass(frozen=True, slots=True)
+class Durability:
+    """What has to hold a commit before it counts: the primary's disk, and so many replicas. Without either, its memory."""
+
+    disk: bool = False
+    replicas: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Durability:
+        """`memory`, `disk`, `replicas=N` or `disk+replicas=N`; raises ValueError for anything else."""
+        parts = text.strip().lower().split("+")
+        replicas = [part.removeprefix("replicas=") for part in parts if part.startswith("replicas=")]
+        rest = [part for part in parts if not part.startswith("replicas=")]
+        if len(replicas) > 1 or rest not in (["memory"], ["disk"], []) or not (rest or replicas):
+            raise ValueError(text)
+        return cls(disk=rest == ["disk"], replicas=int(replicas[0]) if replicas else 0)
+
+    def wait(self, seconds: float) -> Acknowledgement | None:
+        """What to send behind a commit; None where its own reply says all."""
+        if not self.disk and not self.replicas:
+            return None
+        return Acknowledgement(int(self.disk), self.replicas, seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Where the store is and how patient to be with it. Raises ValueError for values that can't work.
 
@@ -117,10 +141,11 @@ class StoreConfig:
     retry_seconds: float = 3.0
     """Seconds after which a failed exchange is not repeated any more."""
     retry_attempts: int = 6
+    durability: Durability = field(default_factory=Durability)
     client_name: str = "tandem-orchestrator"
 
     def __post_init__(self) -> None:
-        _check_url(self.url)
+        check_url(self.url)
         if self.tls.ca and urlsplit(self.url).scheme != "rediss":
             raise ValueError("a CA for the store needs a rediss:// address")
         for name in ("socket_timeout", "connect_timeout", "running_ttl", "finished_ttl"):
@@ -130,17 +155,6 @@ class StoreConfig:
             raise ValueError("pool_size and retry_attempts must be at least 1")
         if self.retry_seconds < 0 or self.health_check_interval < 0:
             raise ValueError("retry_seconds and health_check_interval must not be negative")
-
-
-def _check_url(url: str) -> None:
-    # Messages must not repeat the URL, which may hold a password.
-    parts = urlsplit(url)
-    if "sentinel" in parts.scheme:
-        raise ValueError("Sentinel addresses are not supported yet: give the primary's address, or one that follows it")
-    if "cluster" in parts.scheme or "," in parts.netloc:
-        raise ValueError("Redis Cluster addresses are not supported yet: give the address of a single primary")
-    if parts.scheme not in _SCHEMES:
-        raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +277,9 @@ class SessionStore:
         if observer is None:
             observer = StoreCounters()
         patience = Patience(config.socket_timeout, config.retry_attempts, config.retry_seconds)
-        pipeline = ScriptPipeline(_pool(config), patience, observer.retried)
+        pipeline = ScriptPipeline(
+            _pool(config), patience, observer.retried, config.durability.wait(config.socket_timeout)
+        )
         return cls(pipeline, config, observer, scripts or StoreScripts.load())
 
     @property
@@ -403,11 +419,8 @@ class SessionStore:
         )
 
 
-def _pool(config: StoreConfig) -> BlockingConnectionPool:
+def _pool(config: StoreConfig) -> ConnectionPool:
     settings: dict[str, Any] = {
-        **parse_url(config.url),
-        "max_connections": config.pool_size,
-        "timeout": config.socket_timeout,  # of the wait for a free connection
         # One timeout around the whole exchange does the same work for a third of the time that one per reply takes.
         "socket_timeout": None,
         "socket_connect_timeout": config.connect_timeout,
@@ -420,12 +433,13 @@ def _pool(config: StoreConfig) -> BlockingConnectionPool:
         "protocol": 2,
         "driver_info": None,
     }
-    if urlsplit(config.url).scheme == "rediss":
+    scheme = urlsplit(config.url).scheme
+    if scheme == "rediss":
         settings["connection_class"] = FollowingSSLConnection
         settings.update(tls_settings(config.tls))
-    if urlsplit(config.url).scheme != "unix":
+    if scheme != "unix":
         settings["socket_keepalive"] = True
-    return BlockingConnectionPool(**settings)
+    return make_pool(config.url, settings, config.pool_size, config.socket_timeout)
 
 
 def _keys(request_id: str) -> tuple[bytes, bytes]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from redis.crc import key_slot
 
 from orchestrator.session_store import (
     AlreadyExists,
+    Durability,
     EpochConflict,
     FencedOff,
     Ownership,
@@ -864,8 +867,12 @@ class TestAddresses:
     @pytest.mark.parametrize(
         ("url", "message"),
         [
-            ("redis+sentinel://host:26379/mymaster", "Sentinel"),
+            ("redis+sentinel://:secret@host:26379", "service"),
+            ("redis+sentinel://:secret@host/mymaster", "host:port"),
+            ("redis+sentinel://:secret@host:26379,/mymaster", "host:port"),
+            ("redis+sentinel://host:26379/mymaster/secret", "service"),
             ("sentinel://host", "Sentinel"),
+            ("rediss+sentinel://:secret@host:26379/mymaster", "TLS"),
             ("redis+cluster://host", "Cluster"),
             ("redis://one:6379,two:6379", "Cluster"),
             ("http://user:secret@host", "redis://"),
@@ -900,6 +907,116 @@ class TestAddresses:
             ownership = await create(store)
             await store.commit(ownership, 0, 3, encode(4))
             assert tokens_of(await store.read("r")) == [1, 2, 3, 4]
+
+
+class TestDurability:
+    async def test_a_commit_counts_once_a_replica_holds_it(self, make_redis_server: Callable[..., RedisServer]) -> None:
+        primary, replica = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
+        replica.command("REPLICAOF", *primary.peer_address)
+        wait_until(lambda: bool(replica.info("replication").get("master_link_status") == "up"))
+        async with connected(primary.url, durability=Durability(replicas=1), retry_seconds=5.0) as store:
+            ownership = await create(store)
+            await store.commit(ownership, 0, 3, encode(4))
+            assert replica.command("HGET", keys_of("r")[0], "epoch") == b"1"
+            replica.pause()
+            commit = asyncio.ensure_future(store.commit(ownership, 1, 4, encode(5)))
+            await asyncio.sleep(1.2)
+            assert not commit.done(), "the primary alone isn't enough"
+            replica.resume()
+            await commit
+            assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
+            # What was acknowledged outlives the primary.
+            primary.kill()
+            replica.command("REPLICAOF", "NO", "ONE")
+        async with connected(replica.url) as promoted:
+            assert tokens_of(await promoted.read("r")) == [1, 2, 3, 4, 5]
+
+    async def test_a_commit_counts_once_it_is_on_disk(
+        self, make_redis_server: Callable[..., RedisServer], redis_kind: ServerKind
+    ) -> None:
+        server = make_redis_server({"appendonly": "yes", "appendfsync": "everysec"})
+        async with connected(server.url, durability=Durability(disk=True), retry_seconds=0.5) as store:
+            if "redis-server-7.0" in redis_kind.name:
+                with pytest.raises(
+                    StoreUnavailable, match="WAITAOF"
+                ):  # it came with 7.2: said in words, at the first ping
+                    await store.ping()
+                return
+            ownership = await create(store)
+            for epoch in range(5):
+                await store.commit(ownership, epoch, 3 + epoch, encode(10 + epoch))
+        server.kill()
+        server.start()
+        async with connected(server.url) as store:
+            assert tokens_of(await store.read("r")) == [1, 2, 3, 10, 11, 12, 13, 14]
+
+    @pytest.mark.parametrize(
+        "text", ["", "+", "disk+disk", "replicas", "replicas=x", "memory+disk", "replicas=1+replicas=2"]
+    )
+    def test_other_words_are_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r".*"):
+            Durability.parse(text)
+
+    def test_the_words(self) -> None:
+        words = ["memory", "disk", "replicas=2", "disk+replicas=1"]
+        read = [(each.disk, each.replicas) for each in map(Durability.parse, words)]
+        assert read == [(False, 0), (True, 0), (False, 2), (True, 1)]
+
+
+class TestSentinel:
+    async def test_commits_follow_a_failover(
+        self, make_redis_server: Callable[..., RedisServer], redis_kind: ServerKind, tmp_path: Path
+    ) -> None:
+        old, new = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
+        new.command("REPLICAOF", *old.peer_address)
+        wait_until(lambda: bool(new.info("replication").get("master_link_status") == "up"))
+        with running_sentinel(redis_kind, old, tmp_path) as port:
+            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main/0"
+            async with connected(
+                url, durability=Durability(replicas=1), retry_seconds=20.0, retry_attempts=1000
+            ) as store:
+                ownership = await create(store)
+                await store.commit(ownership, 0, 3, encode(4))
+            async with connected(url, retry_seconds=20.0, retry_attempts=1000) as store:
+                await store.ping()
+                old.kill()
+                await store.commit(ownership, 1, 4, encode(5))
+                assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
+        assert new.info("replication")["role"] == "master"
+        assert new.command("HGET", keys_of("r")[0], "epoch") == b"2"
+
+
+@contextlib.contextmanager
+def running_sentinel(kind: ServerKind, primary: RedisServer, folder: Path) -> Iterator[int]:
+    """One Sentinel, which is enough to decide; the port it listens on."""
+    if kind.binary is None:
+        pytest.skip("a Sentinel of a container would not reach this machine's servers")
+    port, settings = free_port(), folder / "sentinel.conf"
+    lines = [
+        f"port {port}",
+        "bind 127.0.0.1",
+        f"dir {folder}",
+        f"sentinel monitor main {primary.host} {primary.port} 1",
+        "sentinel down-after-milliseconds main 500",
+        "sentinel failover-timeout main 2000",
+    ]
+    settings.write_text("\n".join(lines) + "\n")
+    with (folder / "sentinel.log").open("wb") as log:
+        process = subprocess.Popen([str(kind.binary), str(settings), "--sentinel"], stdout=log, stderr=log)
+    try:
+        with redis.Redis(host="127.0.0.1", port=port) as client:
+            wait_until(lambda: _replicas_known(client) == 1, seconds=30)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _replicas_known(client: redis.Redis) -> int:
+    try:
+        return len(client.execute_command("SENTINEL", "REPLICAS", "main"))
+    except redis.RedisError:
+        return 0
 
 
 class TestClose:
