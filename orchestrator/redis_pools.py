@@ -38,7 +38,9 @@ def check_url(url: str) -> None:
 def make_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> ConnectionPool:
     """A pool whose connections lead to the primary. `settings` are those of each connection."""
     if urlsplit(url).scheme != SENTINEL_SCHEME:
-        return BlockingConnectionPool(**{**parse_url(url), **settings}, max_connections=size, timeout=wait_seconds)
+        # The URL can't undo a setting.
+        fixed = {**settings, "max_connections": size, "timeout": wait_seconds}
+        return BlockingConnectionPool(**{**parse_url(url), **fixed})
     sentinels, service, credentials = _sentinels(url)
     # The password is the primary's; a Sentinel that has one of its own can't be asked.
     asking = {
