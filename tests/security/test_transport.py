@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -181,7 +183,8 @@ def test_a_callers_limit_holds_over_http_too(deployment: Deployment) -> None:
     with deployment.http(files) as http, deployment.client() as client:
         with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 400, "stream": True}) as running:
             next(running.iter_raw())
-            refused = http.post("/v1/completions", json=BODY)
+            with _held(deployment):
+                refused = http.post("/v1/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "caller_limit")
         _wait(lambda: bool(_text_or_none(client)))
 
@@ -190,12 +193,22 @@ def test_a_caller_has_a_limit_of_its_own(deployment: Deployment) -> None:
     with deployment.client(ALICE) as alice, deployment.client(BOB) as bob:
         running = alice.generate(PROMPT, GenerationOptions(max_tokens=400, ignore_eos=True), timeout=60)
         next(running)
-        with pytest.raises(OverloadedError) as caught:
+        with _held(deployment), pytest.raises(OverloadedError) as caught:
             _text(alice)
         assert caught.value.reason == "CALLER_LIMIT"
         assert _text(bob)
         running.cancel()
         _wait(lambda: bool(_text_or_none(alice)))
+
+
+@contextlib.contextmanager
+def _held(deployment: Deployment) -> Iterator[None]:
+    """The target waits, so that no request comes to its end."""
+    deployment.stack.target.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        deployment.stack.target.signal(signal.SIGCONT)
 
 
 def _text_or_none(client: TandemClient) -> str | None:
