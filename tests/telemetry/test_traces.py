@@ -70,6 +70,20 @@ def speculative(observed: Observed) -> tuple[Generation, list[Span]]:
     return traced(observed, request(PROMPT, num_speculative_tokens=4, request_id="traced-1", **fields))
 
 
+def test_an_adaptive_gamma_says_what_it_chose_and_why(observed: Observed) -> None:
+    result, spans = traced(observed, request(PROMPT, temperature=0, max_tokens=60, adaptive_speculative_tokens=True))
+    rounds = [span for span in named(spans, "tandem.round") if span.attributes["tandem.outcome"] == "committed"]
+    for span in rounds:
+        schema.check(span)
+        assert span.attributes["tandem.gamma_chosen"] >= span.attributes["tandem.gamma"]
+    reasons = {span.attributes["tandem.gamma_reason"] for span in rounds}
+    assert reasons <= {"best", "trial", "unknown_cost"}
+    assert "best" in reasons
+    assert result.speculation.expected_speedup > 0
+    [root] = named(spans, "generate")
+    assert root.attributes["tandem.adaptive_speculative_tokens"] is True
+
+
 def test_the_trace_continues_the_callers(speculative: tuple[Generation, list[Span]]) -> None:
     _, spans = speculative
     [root] = named(spans, "generate")
