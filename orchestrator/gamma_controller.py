@@ -35,6 +35,8 @@ _CLEAR_GAIN = 1.03
 _FIRST_BLOCK = 3
 """The block of a round before costs are known."""
 _LONGEST_TRIAL = 4
+_STEP = 3
+"""How far the block may grow in one round."""
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 48
 """Rounds between the trials of a request that drafts nothing."""
 _PLAIN_INTERVAL = 64
@@ -172,13 +174,15 @@ class AdaptiveGamma:
         self._promising = False
 
     def choose(self, room: int) -> Choice:
-        """Takes about 15 microseconds."""
+        """Looks at a few block sizes around the last one."""
         longest = min(self._longest, room)
         self._trial_expected = None
         if longest == 0:
             return Choice(0, "best", 1.0)
         if not (self._costs.target_known and self._costs.draft_known):
             return Choice(min(self._gamma or _FIRST_BLOCK, longest), "unknown_cost", 0.0)
+        # Not further than a step or two from here: what lies beyond is the least known, and looking costs time.
+        longest = min(longest, max(self._gamma, _LONGEST_TRIAL) + _STEP)
         acceptance = self._acceptance.by_position(longest)
         seconds = self._costs.round_seconds(longest)
         rates = _rates(acceptance, seconds)
