@@ -87,12 +87,20 @@ def with_flags(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     return {**environment, **{variable: value for variable, value in given.items() if value is not None}}
 
 
+def _refuse_what_up_cannot_do(environment: Mapping[str, str]) -> None:
+    """Its own probes and calls speak plain text, to one address each."""
+    for variable, value in environment.items():
+        of_services = variable.startswith("TANDEM_TLS_") and not variable.startswith("TANDEM_TLS_ORCHESTRATOR_")
+        if value and (of_services or variable == "TANDEM_CALLERS_FILE"):
+            raise CliError(f"{variable}: services that are started here speak plain text; start them yourself", USAGE)
+    if environment.get("TANDEM_REDIS_URL", "").startswith("redis+sentinel://"):
+        raise CliError("TANDEM_REDIS_URL: give the primary's own address here; Sentinels are for services", USAGE)
+
+
 def load_settings(environment: Mapping[str, str]) -> StackSettings:
     """Reads and validates the variables; raises CliError that names the one at fault."""
     root = project_root()
-    for variable, value in environment.items():
-        if value and (variable.startswith("TANDEM_TLS_") or variable == "TANDEM_CALLERS_FILE"):
-            raise CliError(f"{variable}: services that are started here speak plain text; start them yourself", USAGE)
+    _refuse_what_up_cannot_do(environment)
     return StackSettings(
         root=root,
         home=stack_home(environment),

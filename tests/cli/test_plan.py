@@ -123,6 +123,22 @@ def test_a_bad_time_limit_is_a_usage_error(variables, seconds):
         plan(variables, f"--ready-timeout={seconds}")
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TANDEM_TLS_CERTIFICATE", "tls.crt"),
+        ("TANDEM_TLS_REDIS_CA", "ca.crt"),
+        ("TANDEM_CALLERS_FILE", "callers.toml"),
+        ("TANDEM_REDIS_URL", "redis+sentinel://:secret@host:26379/main"),
+    ],
+)
+def test_what_it_cannot_start_is_refused_by_name(variables, variable, value):
+    with pytest.raises(CliError, match=variable) as refusal:
+        load_settings({**variables, variable: value})
+    assert "secret" not in str(refusal.value)
+    assert load_settings({**variables, variable: "", "TANDEM_TLS_ORCHESTRATOR_CA": "ca.crt"})
+
+
 def test_no_password_gets_on_record(variables):
     variables["TANDEM_REDIS_URL"] = "rediss://user:secret@db:6379/0"
     recorded = choices(load_settings(variables))

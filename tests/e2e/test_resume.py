@@ -334,3 +334,17 @@ def test_the_client_resumes(stack: Stack) -> None:
     ids = [token.token_id for chunk in chunks for token in chunk.tokens]
     assert [token.token_id for chunk in rest for token in chunk.tokens] == ids[3:]
     assert rest[-1].finish == chunks[-1].finish
+
+
+def test_health_tells_of_a_store_that_does_not_answer(stack: Stack) -> None:
+    stack.orchestrator.wait_serving()
+    heal = _cut_off(stack)
+    began = time.monotonic()
+    try:
+        _wait(lambda: not stack.orchestrator.serving())
+        # Two seconds, and half a one for a busy machine.
+        assert time.monotonic() - began < 2.5
+        assert stack.orchestrators[1].serving()
+    finally:
+        heal()
+    stack.orchestrator.wait_serving(10)
