@@ -14,6 +14,7 @@ from tandem import config, grpc_server, metrics_endpoint, telemetry, tracing
 
 from .callers import Callers, CallersFileError
 from .config import OrchestratorConfig
+from .generation import Generations
 from .metrics import Metrics, StoreMetrics
 from .recorder import Recorders
 from .runtime import Runtime
@@ -69,7 +70,8 @@ async def serve(
     metrics = Metrics(registry)
     metrics.observe_runtime(runtime)
     recorders = Recorders(metrics, traces, settings.trace_slow_seconds)
-    servicer = OrchestratorServicer(runtime, recorders)
+    generations = Generations(runtime, recorders)
+    servicer = OrchestratorServicer(generations)
     add_to_server(servicer, server)
     http: HttpServer | None = None
     try:
@@ -78,7 +80,7 @@ async def serve(
         if settings.http_listen:
             from .http import face  # only now: most of a start's time is imports
 
-            http = face.start(settings, runtime, servicer, recorders, registry, lambda: health.serving)
+            http = face.start(settings, runtime, generations, recorders, registry, lambda: health.serving)
     except (grpc_server.PortError, config.ConfigError) as error:
         await runtime.close()
         return _give_up(str(error))

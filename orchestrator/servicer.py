@@ -1,42 +1,16 @@
-"""The public API: from a call to a plan, a place, a session in the store, the rounds, and a stream of responses."""
+"""The public API over gRPC."""
 
 from __future__ import annotations
-
-import asyncio
-import dataclasses
-import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from tandem import wire
-from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
-from . import several
-from .call import Call, GrpcCall
-from .completion import Completion, EmittedToken, FinishReason
-from .decoder import Decoder
-from .drafting import Drafting
-from .errors import Context, InvalidArgument, Overloaded, RequestFailed, Unavailable, abort
-from .placement import block_digests
-from .recorder import Recorders, RequestRecorder
-from .request import MAX_COMPLETIONS, GenerationPlan, plan_generation
-from .runtime import Runtime
-from .scoring import Scoring
-from .session import STORE_FAULTS, Session, as_failure
-from .session_store import Ownership
-from .statistics import RoundStatistics
-
-DRAINING_RETRY_AFTER_SECONDS = 1.0
-REPLAY_TOKENS = 64
-"""In one response of a resumption: turning them into text takes about a millisecond of the event loop."""
-DEADLINE_SLACK_SECONDS = 0.05
-"""The caller's clock runs ahead of the one here by the time of the way: its cancellation may come before the deadline."""
-
+from .call import GrpcCall
+from .errors import Context, InvalidArgument, RequestFailed, abort
+from .generation import Generations
 
 SERVICE = api.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
@@ -48,9 +22,8 @@ class Unreadable:
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Serves OrchestratorService."""
 
-    def __init__(self, runtime: Runtime, recorders: Recorders) -> None:
-        self._runtime = runtime
-        self._recorders = recorders
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
 
     async def Generate(  # type: ignore[override]
         self, request: api.GenerateRequest | Unreadable, context: Context
@@ -59,190 +32,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         try:
             if isinstance(request, Unreadable):
                 raise InvalidArgument("request", "is no GenerateRequest")
-            await self.generate(request, GrpcCall(context))
+            await self._generations.run(request, GrpcCall(context))
         except RequestFailed as failure:
             await abort(context, failure)
-
-    async def generate(self, request: api.GenerateRequest, call: Call) -> None:
-        """Writes the responses to the call. Raises RequestFailed; cancel it when the caller is gone."""
-        recorder = self._recorders.begin(request.request_id, call.metadata(), _operation(request))
-        await self._recorded(recorder, call, self._of_known_caller(request, call, recorder))
-
-    async def _of_known_caller(
-        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder
-    ) -> FinishReason | None:
-        completions = max(1, min(request.n, MAX_COMPLETIONS))
-        with self._runtime.callers.admit(call.metadata(), completions) as caller:
-            return await self._generate(request, call, recorder, caller or call.certificate_name())
-
-    async def _recorded(
-        self, recorder: RequestRecorder, call: Call, generation: Awaitable[FinishReason | None]
-    ) -> FinishReason | None:
-        status, detail, finish = "UNKNOWN", "", None
-        try:
-            finish = await generation
-            status = "OK"
-        except RequestFailed as failure:
-            status, detail = failure.code.name, str(failure)
-            raise
-        except asyncio.CancelledError:
-            status = _cancelled_status(call.seconds_left())
-            raise
-        finally:
-            recorder.end(status, detail, finish)
-        return finish
-
-    async def _generate(
-        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
-    ) -> FinishReason | None:
-        sessions = self._runtime.sessions
-        if request.HasField("token_offset"):
-            async with self._runtime.admission.place():
-                recorder.admitted()
-                session = await sessions.resume(request, caller)
-                recorder.planned(session.plan, session.model)
-                recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
-                return await self._stream(session, call, recorder)
-        plan = await plan_generation(request, self._runtime.vocabulary, self._runtime.limits())
-        if request.n > 1:
-            return await self._generate_several(plan, request, call, recorder, caller)
-        return await self._generate_one(plan, request, call, recorder, caller)
-
-    async def _generate_one(
-        self, plan: GenerationPlan, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
-    ) -> FinishReason | None:
-        model = self._runtime.target_model()
-        recorder.planned(plan, model)
-        async with self._runtime.admission.place():
-            recorder.admitted()
-            return await self._stream(await self._runtime.sessions.create(plan, request, model, caller), call, recorder)
-
-    async def _generate_several(
-        self, plan: GenerationPlan, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
-    ) -> FinishReason | None:
-        """The first completion is recorded as the request itself, the others beside it."""
-        shared = several.SharedCall(call, request.n)
-        completions = []
-        for index in range(request.n):
-            one = several.plan_of(plan, index)
-            alone, its_call = several.request_of(request, one, index), shared.of(index)
-            if index == 0:
-                completions.append(self._generate_one(one, alone, its_call, recorder, caller))
-                continue
-            its_recorder = self._recorders.begin(one.request_id, call.metadata(), _operation(request))
-            generation = self._generate_one(one, alone, its_call, its_recorder, caller)
-            completions.append(self._recorded(its_recorder, its_call, generation))
-        return (await several.together(completions))[0]
-
-    async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
-        vocabulary = self._runtime.vocabulary
-        decode = vocabulary.decode_all if session.plan.keep_special_tokens else vocabulary.decode
-        completion = Completion(session.plan, decode)
-        try:
-            start: api.GenerationStart | None = await self._start(session)
-            async with aclosing(self._responses(session, completion, recorder)) as responses:
-                async for response in responses:
-                    if start is not None:
-                        response.start.CopyFrom(start)
-                        start = None
-                    await self._write(call, response)
-        except STORE_FAULTS as fault:
-            raise as_failure(fault) from fault
-        except RequestFailed:
-            # Told to come again, or ended in mid stream: only what can be resumed is kept.
-            await asyncio.shield(self._runtime.sessions.abandon(session, may_return=completion.length > 0))
-            raise
-        except asyncio.CancelledError:
-            if self._runtime.admission.cut_off:
-                # Its state stays, so that another orchestrator can go on.
-                raise Unavailable("the service is shutting down", "DRAINING", DRAINING_RETRY_AFTER_SECONDS) from None
-            # The caller is gone: it cancelled, its deadline passed, or its connection broke.
-            await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))
-            raise
-        return completion.finish_reason
-
-    async def _start(self, session: Session) -> api.GenerationStart:
-        plan = session.plan
-        start = api.GenerationStart(
-            request_id=plan.request_id, seed=plan.sampling.seed, prompt_tokens=plan.prompt_tokens, model=session.model
-        )
-        if plan.echo:
-            start.prompt_token_ids.extend(wire.decode_ids(plan.prompt).tolist())
-            # A long prompt takes a while.
-            start.prompt_text = await asyncio.to_thread(self._runtime.vocabulary.decode, list(start.prompt_token_ids))
-        return start
-
-    async def _responses(
-        self, session: Session, completion: Completion, recorder: RequestRecorder
-    ) -> AsyncGenerator[api.GenerateResponse]:
-        async for response in _replay(session, completion):
-            yield response
-        if session.ownership is None:
-            yield api.GenerateResponse(finish=session.finish)
-        elif completion.finish_reason is not None:
-            # Its owner was lost between the last commit and the end.
-            response = api.GenerateResponse(finish=_finish(session.plan, completion, recorder.statistics))
-            await self._end(session.ownership, session.ownership.epoch, response)
-            yield response
-        else:
-            async with aclosing(self._rounds(session, session.ownership, completion, recorder)) as rounds:
-                async for response in rounds:
-                    yield response
-
-    async def _rounds(
-        self, session: Session, ownership: Ownership, completion: Completion, recorder: RequestRecorder
-    ) -> AsyncGenerator[api.GenerateResponse]:
-        runtime, name, limits = self._runtime, session.worker_session, self._runtime.limits()
-        size = limits.vocabulary_size
-        # The targets of another orchestrator, where the request began, may have taken longer blocks.
-        gamma_limit = min(session.plan.num_speculative_tokens, limits.max_speculative_tokens)
-        plan = dataclasses.replace(session.plan, num_speculative_tokens=gamma_limit)
-        digests = block_digests(plan.prompt, plan.cache_salt)
-        drafting = Drafting(
-            name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt, digests
-        )
-        scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt, digests)
-        gamma = runtime.gamma_policy(plan)
-        decoder = Decoder(
-            plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
-        )
-        try:
-            async with aclosing(decoder.rounds()) as rounds:
-                drafted = 0
-                async for emitted in rounds:
-                    response = _response(emitted)
-                    # The next round is accepted only after this one was taken from the generator.
-                    response.draft_tokens = recorder.statistics.drafted - drafted
-                    drafted = recorder.statistics.drafted
-                    if completion.finish_reason is not None:
-                        response.finish.CopyFrom(_finish(plan, completion, recorder.statistics))
-                        await self._end(ownership, decoder.epoch, response)
-                    yield response
-        finally:
-            gamma.finish()
-            drafting.release()
-            scoring.release()
-
-    async def _end(self, ownership: Ownership, epoch: int, response: api.GenerateResponse) -> None:
-        await self._runtime.store.finish(ownership, epoch, response.finish.SerializeToString())
-
-    async def _write(self, call: Call, response: api.GenerateResponse) -> None:
-        try:
-            async with asyncio.timeout(self._runtime.reader_timeout):
-                await call.write(response)
-        except TimeoutError:
-            raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None
-
-
-async def _replay(session: Session, completion: Completion) -> AsyncGenerator[api.GenerateResponse]:
-    """The committed tokens again, a few at a time: the completion takes them all, the caller gets those it lacks."""
-    token_ids = wire.decode_ids(session.committed).tolist()
-    for start in range(0, len(token_ids), REPLAY_TOKENS):
-        chunk = token_ids[start : start + REPLAY_TOKENS]
-        emitted = completion.take(chunk, [TokenKind.REPLAYED] * len(chunk))
-        if missing := emitted[max(session.offset - start, 0) :]:
-            yield _response(missing)
-        await asyncio.sleep(0)
 
 
 def add_to_server(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
@@ -260,53 +52,3 @@ def _read(data: bytes) -> api.GenerateRequest | Unreadable:
         return api.GenerateRequest.FromString(data)
     except DecodeError:
         return Unreadable()
-
-
-def _operation(request: api.GenerateRequest) -> str:
-    return "chat" if request.WhichOneof("prompt") == "messages" else "text_completion"
-
-
-def _cancelled_status(seconds_left: float | None) -> str:
-    """By the caller, or by its deadline: gRPC doesn't say, but the clock does."""
-    return "DEADLINE_EXCEEDED" if seconds_left is not None and seconds_left <= DEADLINE_SLACK_SECONDS else "CANCELLED"
-
-
-def _response(emitted: list[EmittedToken]) -> api.GenerateResponse:
-    return api.GenerateResponse(
-        tokens=[_token(each) for each in emitted],
-        text="".join(token.text for token in emitted),
-    )
-
-
-def _token(emitted: EmittedToken) -> api.GeneratedToken:
-    token = api.GeneratedToken(token_id=emitted.token_id, kind=int(emitted.kind), text=emitted.text)  # type: ignore[arg-type]
-    if emitted.logprobs is not None:
-        token.logprob = emitted.logprobs.logprob
-        for token_id, logprob in emitted.logprobs.top:
-            token.top_logprobs.add(token_id=token_id, logprob=logprob)
-    return token
-
-
-def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStatistics) -> api.GenerationFinish:
-    if completion.finish_reason is None:
-        raise AssertionError("a completion that goes on has no finish")
-    return api.GenerationFinish(
-        reason=int(completion.finish_reason),  # type: ignore[arg-type]
-        usage=api.Usage(prompt_tokens=plan.prompt_tokens, completion_tokens=completion.length),
-        speculation=api.SpeculationStats(
-            rounds=statistics.rounds,
-            draft_tokens=statistics.drafted,
-            accepted_tokens=statistics.accepted,
-            draft_tokens_per_position=statistics.drafted_per_position,
-            accepted_tokens_per_position=statistics.accepted_per_position,
-            expected_accepted_tokens=statistics.expected_accepted,
-            mean_acceptance_length=statistics.mean_acceptance_length,
-            degraded_rounds=sum(statistics.degraded.values()),
-            rebuilds=statistics.rebuilds,
-            time_to_first_token_seconds=statistics.time_to_first_token,
-            total_seconds=time.monotonic() - statistics.started,
-            degraded_reasons=sorted(statistics.degraded),
-            benched_drafts=statistics.benched_drafts,
-            expected_speedup=statistics.expected_speedup,
-        ),
-    )

@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from ..callers import Callers
 from ..errors import RequestFailed
+from ..generation import Generations
 from ..recorder import Recorders
-from ..servicer import OrchestratorServicer
 from . import page
 from .failures import HttpFailure, http_failure, internal_failure
 from .generation_endpoint import GenerationEndpoint
@@ -23,7 +23,7 @@ from .served_model import ServedModel
 
 
 def build_app(
-    servicer: OrchestratorServicer,
+    generations: Generations,
     recorders: Recorders,
     callers: Callers,
     model: ServedModel,
@@ -54,8 +54,8 @@ def build_app(
     async def show(_: Request) -> Response:
         return shown
 
-    completion = GenerationEndpoint("completion", servicer, recorders, callers, model)
-    chat = GenerationEndpoint("chat", servicer, recorders, callers, model)
+    completion = GenerationEndpoint("completion", generations, recorders, callers, model)
+    chat = GenerationEndpoint("chat", generations, recorders, callers, model)
     return Starlette(
         routes=[
             Route("/v1/completions", completion, methods=["POST"]),

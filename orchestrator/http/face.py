@@ -7,9 +7,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from ..config import OrchestratorConfig
+from ..generation import Generations
 from ..recorder import Recorders
 from ..runtime import Runtime
-from ..servicer import OrchestratorServicer
 from .app import build_app
 from .served_model import ServedModel
 from .server import HttpServer, bind
@@ -20,7 +20,7 @@ CLOSE_SECONDS = 1
 def start(
     settings: OrchestratorConfig,
     runtime: Runtime,
-    servicer: OrchestratorServicer,
+    generations: Generations,
     recorders: Recorders,
     registry: CollectorRegistry,
     ready: Callable[[], bool],
@@ -28,5 +28,5 @@ def start(
     """Listens as the settings say; raises PortError."""
     listener = bind(settings.http_listen, "TANDEM_HTTP_LISTEN", settings.reader_timeout_seconds)
     model = ServedModel(runtime, settings.served_model_name)
-    app = build_app(servicer, recorders, runtime.callers, model, registry, ready)
+    app = build_app(generations, recorders, runtime.callers, model, registry, ready)
     return HttpServer(app, listener, settings.server_files(), CLOSE_SECONDS)

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..callers import Callers
 from ..errors import RequestFailed
+from ..generation import Generations
 from ..recorder import Recorders
-from ..servicer import OrchestratorServicer
 from .body import read_body
 from .failures import HttpFailure, http_failure
 from .http_call import StreamCall, WholeCall, until_disconnect
@@ -35,13 +35,13 @@ class GenerationEndpoint:
     def __init__(
         self,
         kind: Kind,
-        servicer: OrchestratorServicer,
+        generations: Generations,
         recorders: Recorders,
         callers: Callers,
         model: ServedModel,
     ) -> None:
         self._kind = kind
-        self._servicer = servicer
+        self._generations = generations
         self._recorders = recorders
         self._callers = callers
         self._model = model
@@ -83,7 +83,7 @@ class GenerationEndpoint:
         make = StreamCall if inquiry.stream else WholeCall
         call = make(request.headers, inquiry, self._model, reply)
         try:
-            stayed = await until_disconnect(self._servicer.generate(inquiry.request, call), request.receive)
+            stayed = await until_disconnect(self._generations.run(inquiry.request, call), request.receive)
         except RequestFailed as failure:
             raise http_failure(failure, inquiry.name_for_caller) from None
         except asyncio.CancelledError:

@@ -43,9 +43,9 @@ def application(play: Play, recorded: Recorded | None = None) -> Any:
         await play(call)
 
     model = SimpleNamespace(name=lambda: "m", check=lambda _: None, token_text=str)
-    servicer: Any = SimpleNamespace(generate=generate)
+    generations: Any = SimpleNamespace(run=generate)
     recorders: Any = recorded or Recorded()
-    return build_app(servicer, recorders, Callers(""), model, CollectorRegistry(), lambda: False)  # type: ignore[arg-type]
+    return build_app(generations, recorders, Callers(""), model, CollectorRegistry(), lambda: False)  # type: ignore[arg-type]
 
 
 async def post(play: Play, recorded: Recorded | None = None, **fields: Any) -> httpx2.Response:
