@@ -78,7 +78,8 @@ class FadingMean:
         """One more, cut to a bounded multiple of the mean."""
         self.count += 1
         if self.count > _FIRST:
-            observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
+            if self.value > 0.0:
+                observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
             self.value += (1.0 - _KEEP) * (observed - self.value)
         else:
             self.value += (observed - self.value) / self.count

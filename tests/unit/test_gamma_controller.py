@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma
-from orchestrator.round_costs import ForwardCurve, RoundCosts, RoundTimes, WorkerTime
+from orchestrator.round_costs import FadingMean, ForwardCurve, RoundCosts, RoundTimes, WorkerTime
 from tandem.cost_model import expected_tokens
 
 LONGEST = 8
@@ -204,6 +204,13 @@ def test_a_round_costs_the_controller_under_30_microseconds() -> None:
             controller.observe([0.8, 0.8, 0.8, 0.8], times)
         spent.append((time.process_time() - began) / 200)
     assert min(spent) < 30e-6 * 3, spent  # three times, for slow machines: the figure itself is in docs/speculation.md
+
+
+def test_a_mean_of_nothing_can_rise_again() -> None:
+    mean = FadingMean()
+    for observed in (0.0, 0.0, 0.0, 0.0, 1.0):
+        mean.add(observed)
+    assert mean.value > 0.1
 
 
 def test_a_forward_curve_is_read_between_and_beyond_what_was_timed() -> None:
