@@ -78,7 +78,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     server.start()
     server.command("CONFIG", "SET", "requirepass", PASSWORD)
     store_context = server_context(ca, certificate, key)
-    with TlsProxy(store_context, server.port) as redis:
+    with contextlib.closing(server), TlsProxy(store_context, server.port) as redis:
         environment = {
             "TANDEM_TLS_CERTIFICATE": certificate,
             "TANDEM_TLS_KEY": key,
@@ -97,7 +97,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         files = authority.client("caller", "caller.example")
         with running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, security=files) as stack:
             yield Deployment(stack, authority, callers, redis, store_context, folder, http_address)
-    server.close()
 
 
 def _text(client: TandemClient, **fields: Any) -> str:
