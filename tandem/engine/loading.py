@@ -143,6 +143,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    if options.layers and options.gguf_file:
+        raise ModelError("only some of the layers can't be taken from a GGUF file")
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     if options.gguf_file:
         source["gguf_file"] = options.gguf_file
@@ -170,8 +172,6 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
 def _cut(config: Any, options: ModelOptions) -> None:
     """Leaves the first layers only; the embeddings, the last norm and the head stay. Raises ModelError."""
     text = config.get_text_config()
-    if options.gguf_file:
-        raise ModelError("only some of the layers can't be taken from a GGUF file")
     if not options.layers <= text.num_hidden_layers:
         raise ModelError(f"{options.layers} layers of a model that has {text.num_hidden_layers}")
     text.num_hidden_layers = options.layers

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tandem import model_info
@@ -27,6 +28,17 @@ def refused(model: Path | str, **options: object) -> str:
     message = str(raised.value)
     assert "\n" not in message
     return message
+
+
+def test_the_first_layers_alone_are_those_of_the_whole_model() -> None:
+    whole, cut = (load(ModelOptions(str(TINY), slots=2, threads=1, layers=layers)) for layers in (0, 1))
+    assert (cut.vocabulary_size, cut.context_length) == (whole.vocabulary_size, whole.context_length)
+    assert cut.name.endswith("1 layers")
+    kept, all_of_it = cut.lm._model.state_dict(), whole.lm._model.state_dict()  # type: ignore[attr-defined]
+    assert len(cut.lm._model.model.layers) == 1 < len(whole.lm._model.model.layers)  # type: ignore[attr-defined]
+    assert all(torch.equal(value, all_of_it[name]) for name, value in kept.items())
+    assert "99 layers of a model that has" in refused(TINY, layers=99)
+    assert "GGUF" in refused(TINY, layers=1, gguf_file="any.gguf")
 
 
 def test_what_is_said_of_the_model() -> None:
