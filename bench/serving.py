@@ -24,7 +24,7 @@ from tandem.v1 import orchestrator_pb2 as api
 
 from .caller import generate, generate_together
 from .pair import DRAFT, TARGET
-from .services import free_address, running, running_store
+from .services import Service, free_address, running, running_store
 from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case
 from .statistic import median
 
@@ -164,6 +164,7 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
     workers = {"draft": free_address(), "target": free_address()}
     metrics = free_address()
     most = max(options.concurrencies)
+    started: dict[str, Service] = {}
     with running_store(folder) as redis_url, contextlib.ExitStack() as services:
         for role, model in (("draft", options.draft), ("target", options.target)):
             prefix = f"TANDEM_{role.upper()}"
@@ -178,10 +179,11 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
             }
             if role == "target":
                 environment["TANDEM_TARGET_METRICS_LISTEN"] = metrics
-            service = services.enter_context(running(f"{role}_service", ["-m", f"{role}_service"], environment, folder))
-            service.wait_serving(workers[role])
+            module = f"{role}_service"
+            started[role] = services.enter_context(running(module, ["-m", module], environment, folder))
+        for role, address in workers.items():
+            started[role].wait_serving(address)
         listen = {}
-        processes = {}
         for name, places in (("together", most), ("alone", 1)):
             listen[name] = free_address()
             environment = {
@@ -195,13 +197,13 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
                 # A slow machine must not turn a round of speculation into a plain one.
                 "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
             }
-            service = services.enter_context(
-                running(f"orchestrator-{name}", ["-m", "orchestrator"], environment, folder)
-            )
-            service.wait_serving(listen[name])
-            processes[name] = psutil.Process(service.process.pid)
+            module = f"orchestrator-{name}"
+            started[name] = services.enter_context(running(module, ["-m", "orchestrator"], environment, folder))
+        for name, address in listen.items():
+            started[name].wait_serving(address)
+        orchestrator = psutil.Process(started["together"].process.pid)
         async with (
             grpc.aio.insecure_channel(listen["together"]) as together,
             grpc.aio.insecure_channel(listen["alone"]) as alone,
         ):
-            yield _Bench(together, alone, processes["together"], metrics, options)
+            yield _Bench(together, alone, orchestrator, metrics, options)
