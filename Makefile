@@ -28,7 +28,7 @@ INSTALL := $(VENV)/.stamp
 .PHONY: help venv proto models demo up down status test soak lint bench chaos draft-model constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(INSTALL) ## make .venv with everything in its pinned version
 proto: $(PROTO) ## generate the stubs of proto/ into tandem/v1/
@@ -67,6 +67,9 @@ bench: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## measure overhead and s
 
 chaos: $(INSTALL) $(PROTO) ## random faults under load, 500 requests, from a printed seed; ARGS='--seed 7' repeats one
 	$(BIN)/python -m tests.chaos.schedule $(ARGS)
+
+bench-acceptance: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## fail if the demo pair accepts less than was recorded
+	$(BIN)/python -m bench acceptance $(ARGS)
 
 draft-model: $(RUNS)/train.npz $(RUNS)/heldout.npz ## make the committed draft again: sample the target, distil (hours)
 	$(BIN)/python models/distill.py --data $(RUNS)/train.npz --heldout $(RUNS)/heldout.npz \

@@ -1,4 +1,4 @@
-"""`python -m bench [all | overhead | pair | serving | tracing]`: prints tables, and writes the numbers where --json says."""
+"""`python -m bench [all | acceptance | overhead | pair | serving | tracing]`: prints tables, and writes the numbers where --json says."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from . import overhead, pair, serving, tables, tracing_cost
+from . import acceptance, overhead, pair, serving, tables, tracing_cost
 from .machine import load_average, this_machine
 from .profile import profile_tables
 from .prompts import PROMPT_CLASSES
 from .services import ServiceFailed
 from .serving_results import serving_goals, serving_tables
 
+COMMANDS = ("all", "acceptance", "overhead", "pair", "serving", "tracing", "-h", "--help")
 WIDTH = 150
 QUICK_GAMMAS = (2, 3)
 QUICK_TOKENS = 40
@@ -33,7 +34,7 @@ QUICK_CASES = (("chat", 0.0), ("chat", 0.7), ("code", 0.0), ("copying", 0.0), ("
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 0 if it could be measured, whatever came out."""
+    """Runs what was asked for; 0 if it could be measured, whatever came out, but for `acceptance`, which fails on a fall."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     options = _parser().parse_args(_with_default(sys.argv[1:] if arguments is None else arguments))
     console = Console(highlight=False)
@@ -46,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.json:
         options.json.write_text(json.dumps(_plain(results), indent=2) + "\n")
-    return 0
+    return int(any(row.fell for row in results.get("acceptance", ())) and not options.record)
 
 
 def _with_default(arguments: Sequence[str]) -> list[str]:
     """No sub-command means `all`."""
-    if arguments and (arguments[0] in ("all", "overhead", "pair", "serving", "tracing", "-h", "--help")):
+    if arguments and (arguments[0] in COMMANDS):
         return list(arguments)
     return ["all", *arguments]
 
@@ -64,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     both = commands.add_parser("pair", help="speed-up of a pair of models, beside the cost model's prediction")
     traced = commands.add_parser("tracing", help="what tracing costs the orchestrator")
     crowd = commands.add_parser("serving", help="many requests at the same time, and prompts with a common beginning")
-    for command in (everything, alone, both, crowd, traced):
+    guard = commands.add_parser(
+        "acceptance", help="what the pair accepts of fixed prompts, beside what it did; fails on a fall"
+    )
+    guard.add_argument("--record", action="store_true", help="write the numbers down instead of failing")
+    for command in (everything, alone, both, crowd, traced, guard):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     everything.set_defaults(quick=True)
     _add_overhead_arguments(alone)
@@ -160,6 +165,13 @@ def _measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         results["pair"] = pair_found
         goals += tables.pair_goals(pair_found)
         _print(console, tables.pair_tables(pair_found))
+    if options.command == "acceptance":
+        rows = uvloop.run(acceptance.measure(acceptance.recorded(), pair.PairOptions(overhead=math.nan)))
+        results["acceptance"] = rows
+        goals += tables.acceptance_goals(rows)
+        _print(console, [tables.acceptance_table(rows)])
+        if options.record:
+            acceptance.record(rows)
     if options.command == "tracing":
         wanted = tracing_cost.TracingOptions(
             concurrency=options.requests, rounds=options.rounds, waves=options.waves, repeats=options.repeats

@@ -95,7 +95,7 @@ class PairResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class PairBench:
     calls: grpc.aio.Channel
     ahead_calls: grpc.aio.Channel | None
     """To an orchestrator whose draft works ahead."""
@@ -110,7 +110,7 @@ async def measure(options: PairOptions) -> PairResult:
     rows: list[PairRow] = []
     ways: list[WayRow] = []
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        async with _running(options, Path(folder)) as bench:
+        async with running_pair(options, Path(folder)) as bench:
             await _warm_up(bench)
             for name, temperature in options.cases:
                 fixed, others = await _case(bench, _prompt_class(name), temperature)
@@ -133,7 +133,7 @@ def _prompt_class(name: str) -> PromptClass:
     return next(each for each in PROMPT_CLASSES if each.name == name)
 
 
-async def _case(bench: _Bench, prompts: PromptClass, temperature: float) -> tuple[list[PairRow], list[WayRow]]:
+async def _case(bench: PairBench, prompts: PromptClass, temperature: float) -> tuple[list[PairRow], list[WayRow]]:
     options = bench.options
     trials: dict[int, list[Trial]] = {gamma: [] for gamma in options.gammas}
     of_ways: dict[Way, list[Trial]] = {way: [] for way in options.ways}
@@ -156,7 +156,7 @@ async def _case(bench: _Bench, prompts: PromptClass, temperature: float) -> tupl
     ]
 
 
-async def _take_turns(bench: _Bench, request: api.GenerateRequest, trials: dict[Way, list[Trial]]) -> None:
+async def _take_turns(bench: PairBench, request: api.GenerateRequest, trials: dict[Way, list[Trial]]) -> None:
     """One prompt: plain, a way, plain, another way, ... plain."""
     if not trials:
         return
@@ -168,7 +168,7 @@ async def _take_turns(bench: _Bench, request: api.GenerateRequest, trials: dict[
         before = after
 
 
-async def _run_way(bench: _Bench, request: api.GenerateRequest, way: Way) -> Heard:
+async def _run_way(bench: PairBench, request: api.GenerateRequest, way: Way) -> Heard:
     asked = api.GenerateRequest()
     asked.CopyFrom(request)
     if way.gamma is None:
@@ -192,7 +192,7 @@ def _ahead_items(metrics: str) -> dict[str, float]:
 
 
 async def _interleave(
-    bench: _Bench, request: api.GenerateRequest, trials: dict[int, list[Trial]], times: WorkerTimes
+    bench: PairBench, request: api.GenerateRequest, trials: dict[int, list[Trial]], times: WorkerTimes
 ) -> None:
     """One prompt: gamma 0, g, gamma 0, g', ... gamma 0, the workers timed in the gaps."""
     options = bench.options
@@ -212,7 +212,7 @@ async def _interleave(
     await session.close()
 
 
-async def _run(bench: _Bench, request: api.GenerateRequest, gamma: int) -> Heard:
+async def _run(bench: PairBench, request: api.GenerateRequest, gamma: int) -> Heard:
     request.num_speculative_tokens = gamma
     return await generate(bench.calls, request)
 
@@ -231,7 +231,7 @@ def _costs(times: WorkerTimes, gamma: int, options: PairOptions) -> Costs:
     return Costs(plain_step, draft, verify, options.overhead)
 
 
-async def _warm_up(bench: _Bench) -> None:
+async def _warm_up(bench: PairBench) -> None:
     """What is made on first use is made, and the orchestrator, which is ready without a draft, has found it."""
     request = PROMPT_CLASSES[0].request(0)
     request.max_tokens = WARM_UP_TOKENS
@@ -248,7 +248,7 @@ async def _warm_up(bench: _Bench) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(options: PairOptions, folder: Path) -> AsyncIterator[_Bench]:
+async def running_pair(options: PairOptions, folder: Path) -> AsyncIterator[PairBench]:
     draft, target, listen = free_address(), free_address(), free_address()
     eager, eager_listen, metrics = free_address(), free_address(), free_address()
     ahead = any(way.ahead for way in options.ways)
@@ -287,4 +287,4 @@ async def _running(options: PairOptions, folder: Path) -> AsyncIterator[_Bench]:
             grpc.aio.insecure_channel(eager_listen) as ahead_calls,
             worker_streams(draft, target) as streams,
         ):
-            yield _Bench(calls, ahead_calls if ahead else None, metrics if ahead else "", streams, options)
+            yield PairBench(calls, ahead_calls if ahead else None, metrics if ahead else "", streams, options)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from .acceptance import GAMMA, LARGEST_FALL, AcceptanceRow
 from .machine import Machine
 from .overhead import OverheadResult
 from .pair import PairResult
@@ -87,6 +88,29 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
         numbers = (each.vocabulary_size, each.propose, each.proposal, each.verify, each.verdict, each.total)
         sizes.add_row(*(f"{number:,}" for number in numbers))
     return [times, sizes]
+
+
+def acceptance_table(rows: Sequence[AcceptanceRow]) -> Table:
+    """By class of prompts and temperature."""
+    acceptances = results_table(
+        f"Acceptance of the demo pair, gamma {GAMMA}",
+        ("prompts", "accepted / drafted", "expected / drafted", "recorded"),
+    )
+    for row in rows:
+        before = "-" if row.recorded is None else f"{row.recorded:.3f}"
+        acceptances.add_row(
+            row.name, f"{row.accepted:.3f}", f"{row.expected:.3f}", before, style="yellow" if row.fell else ""
+        )
+    return acceptances
+
+
+def acceptance_goals(rows: Sequence[AcceptanceRow]) -> list[Goal]:
+    """No row may have fallen."""
+    return [
+        Goal(f"acceptance, {row.name}", f"{row.accepted:.3f}", f">= {row.recorded - LARGEST_FALL:.3f}", not row.fell)
+        for row in rows
+        if row.recorded is not None
+    ]
 
 
 def tracing_table(result: TracingResult) -> Table:

@@ -7,10 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from bench import acceptance
 from bench.__main__ import _plain, _with_default
+from bench.acceptance import AcceptanceRow
 from bench.caller import Heard
 from bench.fixed_answers import FixedAnswers
 from bench.pair_results import Costs, Trial, pair_row
+from bench.prompts import PROMPT_CLASSES
 from bench.round_bytes import round_bytes
 from bench.statistic import median, quantile
 from tandem import wire
@@ -116,3 +119,16 @@ def test_results_become_json_with_what_follows_from_them() -> None:
 )
 def test_both_are_measured_by_default(arguments: list[str], expected: list[str]) -> None:
     assert _with_default(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("accepted", "recorded", "fell"), [(0.30, 0.34, False), (0.30, 0.36, True), (0.3, None, False), (0.5, 0.3, False)]
+)
+def test_acceptance_falls_by_more_than_five_points(accepted: float, recorded: float | None, fell: bool) -> None:
+    assert AcceptanceRow("chat T=0", accepted, accepted, recorded).fell is fell
+
+
+def test_acceptance_is_recorded_for_every_row() -> None:
+    rows = {f"{each.name} T={temperature:g}" for each in PROMPT_CLASSES for temperature in acceptance.TEMPERATURES}
+    assert set(acceptance.recorded()) == {*rows, "all"}
+    assert all(0.0 < value < 1.0 for value in acceptance.recorded().values())

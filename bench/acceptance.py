@@ -1,0 +1,84 @@
+"""`python -m bench acceptance`: what the demo pair accepts of a fixed set of prompts, beside what it did when it was recorded.
+
+Right text can hide broken caches, since whatever the draft proposes, the output stays right: only the acceptance falls.
+Seeds are fixed, so on one machine the same code gives the same numbers, and elsewhere nearly so.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .caller import generate
+from .pair import PairBench, PairOptions, running_pair
+from .prompts import PROMPT_CLASSES, PromptClass
+
+RECORDED = Path(__file__).with_name("acceptance.json")
+GAMMA = 4
+TOKENS = 48
+TEMPERATURES = (0.0, 1.0)
+LARGEST_FALL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRow:
+    """Prompts of one class at one temperature."""
+
+    name: str
+    accepted: float
+    """Draft tokens that became output, of those drafted."""
+    expected: float
+    """Sum of min(p, q) over the positions reached, of those drafted."""
+    recorded: float | None
+    """`accepted` when it was recorded."""
+
+    @property
+    def fell(self) -> bool:
+        """By more than five points."""
+        return self.recorded is not None and self.accepted < self.recorded - LARGEST_FALL
+
+
+def recorded() -> dict[str, float]:
+    """The committed numbers."""
+    numbers: dict[str, float] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    return numbers
+
+
+def record(rows: list[AcceptanceRow]) -> None:
+    """Writes them anew."""
+    RECORDED.write_text(json.dumps({row.name: round(row.accepted, 4) for row in rows}, indent=2) + "\n")
+
+
+async def measure(before: Mapping[str, float], options: PairOptions) -> list[AcceptanceRow]:
+    """All classes at all temperatures, and all of them together."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        async with running_pair(options, Path(folder)) as bench:
+            counts = {
+                f"{each.name} T={temperature:g}": await _count(bench, each, temperature)
+                for each in PROMPT_CLASSES
+                for temperature in TEMPERATURES
+            }
+    counts["all"] = tuple(map(sum, zip(*counts.values(), strict=True)))  # type: ignore[assignment]
+    return [
+        AcceptanceRow(name, accepted / drafted, expected / drafted, before.get(name))
+        for name, (drafted, accepted, expected) in counts.items()
+    ]
+
+
+async def _count(bench: PairBench, prompts: PromptClass, temperature: float) -> tuple[int, int, float]:
+    """Draft tokens, those accepted, and how many that was to be."""
+    drafted, accepted, expected = 0, 0, 0.0
+    for index in range(len(prompts.messages)):
+        request = prompts.request(index)
+        request.temperature, request.seed = temperature, 1000 + index
+        request.max_tokens, request.num_speculative_tokens, request.ignore_eos = TOKENS, GAMMA, True
+        speculation = (await generate(bench.calls, request)).finish.speculation
+        if speculation.degraded_rounds:
+            raise AssertionError(f"rounds without the draft: {list(speculation.degraded_reasons)}")
+        drafted += speculation.draft_tokens
+        accepted += speculation.accepted_tokens
+        expected += speculation.expected_accepted_tokens
+    return drafted, accepted, expected
