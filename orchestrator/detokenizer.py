@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
+_MOST_SILENT = 32
+"""Tokens without text that are decoded along: more of them than may wait for what comes after."""
 
 
 class Detokenizer:
@@ -26,6 +28,8 @@ class Detokenizer:
         self._window.append(token_id)
         piece = self._new_text()
         if not piece or piece.endswith(_REPLACEMENT):
+            if not piece and len(self._window) - self._read > _MOST_SILENT:
+                del self._window[self._read :]  # special tokens that are left out, one after the other
             return ""
         del self._window[: self._read]
         self._read = len(self._window)

@@ -20,11 +20,11 @@ from .drafting import Drafting
 from .errors import Overloaded, RequestFailed, Unavailable
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
-from .request import MAX_COMPLETIONS, GenerationPlan, plan_generation
+from .request import MAX_COMPLETIONS, GenerationPlan, is_known_id, plan_generation
 from .runtime import Runtime
 from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
-from .session_store import Ownership
+from .session_store import Ownership, StoreFull
 from .statistics import RoundStatistics
 
 DRAINING_RETRY_AFTER_SECONDS = 1.0
@@ -43,7 +43,9 @@ class Generations:
 
     async def run(self, request: api.GenerateRequest, call: Call) -> None:
         """Writes the responses to the call. Raises RequestFailed; cancel it when the caller is gone."""
-        recorder = self._recorders.begin(request.request_id, call.metadata(), _operation(request))
+        # What is no id has no place in logs.
+        request_id = request.request_id if is_known_id(request.request_id) else ""
+        recorder = self._recorders.begin(request_id, call.metadata(), _operation(request))
         await self._recorded(recorder, call, self._of_known_caller(request, call, recorder))
 
     async def _of_known_caller(
@@ -77,7 +79,8 @@ class Generations:
         if request.HasField("token_offset"):
             async with self._runtime.admission.place():
                 recorder.admitted()
-                session = await sessions.resume(request, caller)
+                # A target must be there before the owner is fenced off.
+                session = await sessions.resume(request, caller, self._runtime.limits)
                 recorder.planned(session.plan, session.model)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
@@ -125,10 +128,11 @@ class Generations:
                         start = None
                     await self._write(call, response)
         except STORE_FAULTS as fault:
+            if isinstance(fault, StoreFull):
+                await self._give_up(session, call, completion)
             raise as_failure(fault) from fault
         except RequestFailed:
-            # Told to come again, or ended in mid stream: only what can be resumed is kept.
-            await asyncio.shield(self._runtime.sessions.abandon(session, may_return=completion.length > 0))
+            await self._give_up(session, call, completion)
             raise
         except asyncio.CancelledError:
             if self._runtime.admission.cut_off:
@@ -138,6 +142,11 @@ class Generations:
             await asyncio.shield(self._runtime.sessions.abandon(session, may_return=call.may_return))
             raise
         return completion.finish_reason
+
+    async def _give_up(self, session: Session, call: Call, completion: Completion) -> None:
+        """Told to come again, or ended in mid stream: only what can be resumed is kept."""
+        may_return = call.may_return and completion.length > 0
+        await asyncio.shield(self._runtime.sessions.abandon(session, may_return=may_return))
 
     async def _start(self, session: Session) -> api.GenerationStart:
         plan = session.plan

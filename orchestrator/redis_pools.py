@@ -33,6 +33,10 @@ def check_url(url: str) -> None:
         raise ValueError("Redis Cluster addresses are not supported: give the address of a single primary")
     if parts.scheme not in SCHEMES:
         raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("the port is no number; a password's special characters must be percent-encoded") from None
 
 
 def make_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> ConnectionPool:

@@ -301,7 +301,7 @@ class ScriptPipeline:
                     refusal = reply
                 else:
                     replies.append((call, reply))
-            if refusal is None and self._acknowledgement is not None and replies:
+            if self._acknowledgement is not None and replies:
                 # Nothing of it counts before others hold it. It is asked again then, and knows itself.
                 await self._acknowledgement.obtain(connection)
             for call, reply in replies:

@@ -26,6 +26,7 @@ INLINE_PROMPT_CHARACTERS = 2048
 """Encoding this much takes well under a millisecond; more goes to a thread."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_KNOWN_ID = re.compile(_REQUEST_ID.pattern + r"(#[0-9]{1,2})?")
 _ROLES = frozenset({"system", "user", "assistant"})
 
 
@@ -67,6 +68,11 @@ class GenerationPlan:
     """Report the prompt."""
     keep_special_tokens: bool = False
     """In the text."""
+
+
+def is_known_id(text: str) -> bool:
+    """Whether a request may be known by this: what a caller may name it, with a number where it is one of several."""
+    return _KNOWN_ID.fullmatch(text) is not None
 
 
 async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:

@@ -105,7 +105,7 @@ class Scoring:
 
     async def verify(self, prefix: Prefix, epoch: int, block: Block, record: RoundRecorder) -> list[TargetRow]:
         """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
-        give_up_at = time.monotonic() + self._policy.retry
+        give_up_at: float | None = None
         pause = FIRST_PAUSE_SECONDS
         full: set[str] = set()
         while True:
@@ -132,6 +132,9 @@ class Scoring:
                 record.rebuilding("target", _reason(fault))
             record.rescoring(_reason(fault))
             self._log_retry(fault, epoch)
+            if give_up_at is None:
+                # From the first fault on: one answer may take longer than all of the retrying.
+                give_up_at = time.monotonic() + self._policy.retry
             await self._pause(pause, give_up_at, fault)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -6,6 +6,7 @@ A resumption reads before it takes over, so that a call that asks for the wrong 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.v1 import orchestrator_pb2 as api
@@ -13,7 +14,7 @@ from tandem.wire import TOKEN_BYTES
 
 from . import stored_request
 from .errors import Aborted, AlreadyKnown, InvalidArgument, NotFound, Overloaded, RequestFailed, Unavailable
-from .request import GenerationPlan
+from .request import GenerationPlan, is_known_id
 from .session_store import (
     AlreadyExists,
     EpochConflict,
@@ -81,14 +82,19 @@ class Sessions:
             raise as_failure(fault) from fault
         return Session(plan, model, ownership, resumable=bool(request.request_id))
 
-    async def resume(self, request: api.GenerateRequest, caller: str) -> Session:
-        """Takes a running request over, or reads a finished one."""
+    async def resume(
+        self, request: api.GenerateRequest, caller: str, before_take_over: Callable[[], object]
+    ) -> Session:
+        """Takes a running request over, or reads a finished one. `before_take_over` may raise: the owner is left alone."""
         if not request.request_id:
             raise InvalidArgument("request_id", "must be set to resume a request")
+        if not is_known_id(request.request_id):
+            raise _not_found()
         try:
             known = await self._store.read(request.request_id)
             session = _checked(known, request, caller)
             if session.finish is None:
+                before_take_over()
                 session = _checked(await self._store.take_over(request.request_id, self._owner), request, caller)
         except StateLost as lost:
             raise _not_found() from lost
@@ -101,6 +107,7 @@ class Sessions:
         if session.ownership is None:
             return
         try:
+            may_return = may_return or session.ownership.fence > 1  # who resumed once may do it again
             if may_return and session.resumable and self._resume_seconds > 0:
                 await self._store.abandon(session.ownership, self._resume_seconds)
             else:

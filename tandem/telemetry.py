@@ -17,12 +17,14 @@ REQUEST_FIELDS = (
     "finish_reason",
     "prompt_tokens",
     "completion_tokens",
+    "replayed_tokens",
     "rounds",
     "draft_tokens",
     "accepted_tokens",
     "expected_accepted_tokens",
     "rebuilds",
     "degraded",
+    "benched_drafts",
     "queue_seconds",
     "time_to_first_token_seconds",
     "total_seconds",
@@ -74,9 +76,15 @@ class TextFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={_on_one_line(value)}" for name, value in _fields(record).items())
         line = f"{_utc(record)} {record.levelname:<7} {self._service} {record.name}: {record.getMessage()}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _on_one_line(value: object) -> str:
+    """A line of the log is one line: what would break it comes as Python writes it."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

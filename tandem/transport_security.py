@@ -35,6 +35,12 @@ class ServerFiles:
             raise ConfigError("TANDEM_TLS_CLIENT_CA needs TANDEM_TLS_CERTIFICATE")
         if not self.certificate:
             return None
+        if self.client_ca:
+            _readable(self.client_ca, "TANDEM_TLS_CLIENT_CA")
+            try:
+                _try_pair(self)
+            except ssl.SSLError as error:
+                raise ConfigError(f"TANDEM_TLS_CLIENT_CA holds no certificates: {error.reason}") from error
         watched = _WatchedServer(self)
         return grpc.dynamic_ssl_server_credentials(
             watched.initial,
@@ -90,6 +96,8 @@ class _WatchedServer:
             if contents == self._held:
                 return None
             _try_pair(self._files)
+            if self._read() != contents:
+                return None  # they change at this moment: what was tried is not what was read
             self._held = contents
             log.info("the certificates have changed")
             return _configuration(contents)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tandem.v1 import orchestrator_pb2 as api
 
+from ..request import MAX_COMPLETIONS
 from .json_object import JsonObject
 from .parameters import max_tokens_of, set_parameters
 from .prompts import set_messages, set_prompt
@@ -65,6 +66,8 @@ def read_inquiry(kind: Kind, values: dict[str, Any], request_id: str) -> Inquiry
     if max_tokens is not None:
         request.max_tokens = max_tokens
     set_parameters(request, body)
+    if request.n > MAX_COMPLETIONS:  # each has its choice in the answer, before the plan is made
+        raise body.refused("n", f"must be 1 to {MAX_COMPLETIONS}")
     stream, include_usage = _stream(body)
     return_tokens = bool(body.boolean("return_tokens"))
     body.refuse_unknown()

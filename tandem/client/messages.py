@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import grpc
 
@@ -53,13 +54,17 @@ def _set_prompt(request: orchestrator_pb2.GenerateRequest, prompt: Prompt) -> No
     if isinstance(prompt, str):
         request.text = prompt
         return
-    messages = [part for part in prompt if isinstance(part, Message)]
-    if messages:
+    parts = list(prompt)
+    messages = [part for part in parts if isinstance(part, Message)]
+    if not messages:
+        # Raises TypeError for what is no integer.
+        request.token_ids.ids.extend(operator.index(part) for part in parts if not isinstance(part, Message))
+    elif len(messages) == len(parts):
         request.messages.messages.extend(
             orchestrator_pb2.ChatMessage(role=message.role, content=message.content) for message in messages
         )
     else:
-        request.token_ids.ids.extend(part for part in prompt if isinstance(part, int))
+        raise TypeError("a prompt is text, token ids, or messages, not several of them")
 
 
 _KINDS = {

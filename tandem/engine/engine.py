@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ MAX_REQUEST_ID_CHARACTERS = 160
 """A caller's 128, and room for the number of the ownership behind it."""
 MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0
+_TIMER_SLACK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class Engine(Generic[JobT]):
                 self._copy(move)
         except Exception:
             self._slots.release(session)
+            self._slots.forget(move.target for move in seat.moves)
             raise
         session.cached_length = seat.shared
         self.stats.prefix_tokens += session.prefix_length
@@ -245,7 +248,8 @@ class Engine(Generic[JobT]):
             del self._waiting[session]
 
     def _end_long_waits(self) -> None:
-        latest = time.monotonic() - self._waiting_limits.seconds
+        # A timer may come a little early, and there is one for each wait only.
+        latest = time.monotonic() - self._waiting_limits.seconds + _TIMER_SLACK_SECONDS
         for session in [session for session, since in self._waiting.items() if since <= latest]:
             fault = f"no cache slot became free within {self._waiting_limits.seconds:g} s"
             self._turn_away(session, ItemFault(worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, fault))
@@ -270,7 +274,11 @@ class Engine(Generic[JobT]):
             move = self._slots.more_shared(job.session)
             if move is None:
                 continue
-            self._copy(move)
+            try:
+                self._copy(move)
+            except Exception as error:  # noqa: BLE001 - logged and answered
+                self._fail_running(job, error)
+                continue
             job.session.cached_length = move.end
             self.stats.shared_tokens += move.end - move.start
             self.stats.shared_sessions += job.work.reused_tokens == 0
@@ -382,6 +390,9 @@ class Engine(Generic[JobT]):
         self.stats.failed_forwards += 1
         if len(batch.jobs) > 1:
             logger.warning("a forward of %d jobs failed; trying each alone", len(batch.jobs), exc_info=error)
+            # Its frames hold what the failed forward had allocated, and it may have failed for want of memory.
+            traceback.clear_frames(error.__traceback__)
+            error = None
             for job, feed in zip(batch.jobs, batch.feeds, strict=True):
                 self._run(Batch([job], [feed]))
             return

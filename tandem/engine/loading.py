@@ -32,8 +32,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 _CPU_KV_BYTES = 2 << 30
 _GPU_KV_SHARE = 0.8
-_CONTEXT_WITHOUT_MODEL = 1 << 17
 """Of the memory that is free once the model is there; activations and logits need the rest."""
+_CONTEXT_WITHOUT_MODEL = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)

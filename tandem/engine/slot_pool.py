@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,12 @@ class SlotPool:
             self._kept[slot] = _Kept(token_ids, session.salt, next(self._clock))
         else:
             heapq.heappush(self._empty, slot)
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """What was to be in these slots isn't there: a copy failed."""
+        for slot in slots:
+            if self._kept.pop(slot, None) is not None:
+                heapq.heappush(self._empty, slot)
 
     def _clear(self, slot: int, shared: int) -> list[Move]:
         """Takes a slot for a session that shares so many of its tokens; its contents go elsewhere if they are worth it."""

@@ -1,6 +1,7 @@
 """The synchronous client: what it sends, what it gives back, and how it fails."""
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import code_pb2, error_details_pb2
 
@@ -107,3 +108,15 @@ def test_a_stream_without_an_end_is_not_a_success(orchestrator):
     orchestrator.responses = orchestrator.responses[:-1]
     with TandemClient(orchestrator.address) as client, pytest.raises(ProtocolError):
         list(client.generate("hi"))
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, "2"], [Message("user", "a"), {"role": "user"}], [Message("user", "a"), 3], [1.5]]
+)
+def test_a_prompt_of_something_else_is_refused(prompt):
+    with pytest.raises(TypeError):
+        build_request(prompt, GenerationOptions(), "")
+
+
+def test_token_ids_may_be_of_any_integer_type():
+    assert build_request(np.array([5, 7]), GenerationOptions(), "").token_ids.ids == [5, 7]

@@ -66,6 +66,24 @@ def test_what_was_of_use_longest_ago_makes_room() -> None:
     assert shared_by(pool, prompts[0]) == LEAST_SHARED_TOKENS + 1  # of the session that runs
 
 
+def test_what_could_not_be_copied_is_not_counted_on() -> None:
+    pool = SlotPool(3)
+    prompt = random_ids(0, LONG)
+    made = session(prompt)
+    seat(pool, made)
+    finish(pool, made)
+    newcomer = session(random_ids(1, LONG))
+    found = pool.acquire(newcomer)
+    assert found is not None
+    [move] = found.moves  # the old prompt makes room
+    newcomer.slot = found.slot
+    pool.release(newcomer)
+    pool.forget([move.target])
+    assert shared_by(pool, prompt) == 0
+    assert pool.used == 0
+    assert sorted(seat(pool, session(random_ids(number, 3))).slot for number in range(3)) == [0, 1, 2]
+
+
 def shared_by(pool: SlotPool, tokens: IdArray) -> int:
     """How much of a prompt the pool could share now."""
     return pool._most_shared(session(tokens))[1]

@@ -876,6 +876,7 @@ class TestAddresses:
             ("redis+cluster://host", "Cluster"),
             ("redis://one:6379,two:6379", "Cluster"),
             ("http://user:secret@host", "redis://"),
+            ("redis://default:secret#def@host", "percent-encoded"),
             ("", "redis://"),
         ],
     )

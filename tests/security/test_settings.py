@@ -30,6 +30,8 @@ def test_server_files(tmp_path: Path) -> None:
         "TANDEM_TLS_CLIENT_CA needs": ServerFiles(client_ca=certificate),
         "TANDEM_TLS_KEY: .* can't be read": ServerFiles(certificate, str(tmp_path / "nowhere")),
         "no pair": ServerFiles(certificate, other_key),
+        "TANDEM_TLS_CLIENT_CA: .* can't be read": ServerFiles(certificate, key, str(tmp_path / "nowhere")),
+        "TANDEM_TLS_CLIENT_CA holds no certificates": ServerFiles(certificate, key, key),
     }
     for message, files in wrong.items():
         with pytest.raises(ConfigError, match=message):

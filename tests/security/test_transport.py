@@ -180,8 +180,11 @@ def test_http_wants_the_same_certificate_and_the_same_token(deployment: Deployme
 def test_a_callers_limit_holds_over_http_too(deployment: Deployment) -> None:
     files = deployment.stack.orchestrator.security
     with deployment.http(files) as http, deployment.client() as client:
-        with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 400, "stream": True}) as running:
-            next(running.iter_raw())
+        with http.stream(
+            "POST", "/v1/completions", json={**BODY, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        ) as running:
+            events = running.iter_raw()  # kept: when it goes, so does the connection
+            next(events)
             with _held(deployment):
                 refused = http.post("/v1/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "caller_limit")
@@ -190,7 +193,7 @@ def test_a_callers_limit_holds_over_http_too(deployment: Deployment) -> None:
 
 def test_a_caller_has_a_limit_of_its_own(deployment: Deployment) -> None:
     with deployment.client(ALICE) as alice, deployment.client(BOB) as bob:
-        running = alice.generate(PROMPT, GenerationOptions(max_tokens=400, ignore_eos=True), timeout=60)
+        running = alice.generate(PROMPT, GenerationOptions(max_tokens=900, ignore_eos=True), timeout=60)
         next(running)
         with _held(deployment), pytest.raises(OverloadedError) as caught:
             _text(alice)

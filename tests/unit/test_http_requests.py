@@ -192,6 +192,8 @@ def test_values_that_ask_for_nothing_pass(kind: Kind) -> None:
 REFUSED: list[tuple[Kind, dict[str, Any], str]] = [
     ("completion", {"n": 2.5}, "n"),
     ("completion", {"n": True}, "n"),
+    ("completion", {"n": 4_000_000_000}, "n"),
+    ("chat", {"n": 17}, "n"),
     ("completion", {"best_of": 3}, "best_of"),
     ("completion", {"echo": 1}, "echo"),
     ("completion", {"echo": True, "logprobs": 1}, "logprobs"),

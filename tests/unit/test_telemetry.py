@@ -47,3 +47,10 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("tandem.test").error("it failed", extra={"request_id": "a", "cache_epoch": 3})
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("ERROR   target tandem.test: it failed request_id=a cache_epoch=3")
+
+
+def test_text_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry.configure_logging("target", "INFO", "text")
+    logging.getLogger("tandem.test").info("ended", extra={"error": "a\n2026 INFO forged", "replayed_tokens": 3})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"ended error='a\n2026 INFO forged' replayed_tokens=3")

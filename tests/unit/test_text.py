@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.completion import Completion, FinishReason
 from orchestrator.detokenizer import Detokenizer, StopStrings
-from orchestrator.request import GenerationPlan
+from orchestrator.request import GenerationPlan, is_known_id
 from orchestrator.vocabulary import Vocabulary
 from tandem.acceptance import TokenKind
 from tandem.v1 import sampling_pb2
@@ -62,6 +62,36 @@ def test_any_ids_concatenate_to_the_decoded_whole(decode: Callable[[Sequence[int
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
     assert "".join(pieces) == decode(ids)
+
+
+def test_tokens_without_text_cost_no_more_the_more_there_are() -> None:
+    sizes: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return "".join(chr(token_id) for token_id in ids if token_id)
+
+    detokenizer = Detokenizer(decode)
+    ids = [ord("a"), *[0] * 1000, ord("b"), 0, ord("c")]
+    assert "".join([detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]) == "abc"
+    assert max(sizes) < 50
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("a", True),
+        ("a.B_c:d-9", True),
+        ("a#7", True),
+        ("", False),
+        ("a b", False),
+        ("a#", False),
+        ("a\nb", False),
+        ("a" * 129, False),
+    ],
+)
+def test_what_a_request_may_be_known_by(text: str, known: bool) -> None:
+    assert is_known_id(text) is known
 
 
 def _run_stops(stops: Sequence[str], pieces: Sequence[str], include: bool = False) -> tuple[str, bool, list[str]]:
