@@ -54,7 +54,7 @@ def _set_prompt(request: orchestrator_pb2.GenerateRequest, prompt: Prompt) -> No
     if isinstance(prompt, str):
         request.text = prompt
         return
-    parts = list(prompt)
+    parts: list[int | Message] = list(prompt)
     messages = [part for part in parts if isinstance(part, Message)]
     if not messages:
         # Raises TypeError for what is no integer.
