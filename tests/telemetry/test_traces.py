@@ -213,23 +213,28 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
         result, spans = traced(observed, sent)
     finally:
         observed.stack.draft.signal(signal.SIGCONT)
-    assert result.speculation.degraded_reasons == ["draft_timeout"]
+    # An unanswered ping may be noticed before the draft's time is up.
+    reasons = set(result.speculation.degraded_reasons)
+    assert reasons
+    assert reasons <= {"draft_timeout", "draft_unavailable"}
     degraded = [span for span in named(spans, "tandem.round") if "tandem.degraded_reason" in span.attributes]
     assert len(degraded) == result.speculation.degraded_rounds
-    assert {span.attributes["tandem.degraded_reason"] for span in degraded} == {"draft_timeout"}
+    assert {span.attributes["tandem.degraded_reason"] for span in degraded} == reasons
     events = [event for span in degraded for event in span.events]
-    assert ("tandem.fallback", {"tandem.reason": "draft_timeout"}) in events
+    assert any(name == "tandem.fallback" and attributes["tandem.reason"] in reasons for name, attributes in events)
     for span in spans:
         schema.check(span)
     after = observed.scrape("orchestrator")
-    counted = [each.value("tandem_degraded_rounds_total", reason="draft_timeout") for each in (before, after)]
+    counted = [each.total("tandem_degraded_rounds_total") for each in (before, after)]
     assert counted[1] - counted[0] == result.speculation.degraded_rounds
     [line] = [
         line
         for line in observed.stack.orchestrator.log.read_text().splitlines()
         if '"status"' in line and '"degraded-1"' in line
     ]
-    assert json.loads(line)["degraded"] == {"draft_timeout": result.speculation.degraded_rounds}
+    logged = json.loads(line)["degraded"]
+    assert set(logged) == reasons
+    assert sum(logged.values()) == result.speculation.degraded_rounds
 
 
 def _all_ended(spans: list[Span]) -> bool:

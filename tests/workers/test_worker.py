@@ -32,6 +32,9 @@ class Config:
     listen: str
     drain_seconds: float = 5.0
     max_speculative_tokens: int = 16
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
 
 
 def spec(load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]) -> WorkerSpec:
