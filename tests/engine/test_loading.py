@@ -76,7 +76,9 @@ def test_a_head_with_more_rows_than_tokens(tmp_path: Path) -> None:
         assert (served.vocabulary_size, served.padded_vocabulary_size) == (min(rows, 512), rows)
 
 
-def test_a_missing_folder() -> None:
+def test_a_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A hub that can't be reached is asked again for most of a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = refused("models/no-such-model")
     assert message.startswith("can't load model 'models/no-such-model' (no local folder of that name")
 
