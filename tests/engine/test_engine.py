@@ -417,9 +417,13 @@ async def test_soak_leaves_nothing_behind(engines: Engines) -> None:
         engine.close(client.stream)
         seen.update(reason(answer) for answer in client.answers)
 
-    await asyncio.gather(*(orchestrator(number) for number in range(150)))
-    assert await used(engine) == (0, 0, 0)
-    assert {"", "CANCELLED", "RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"} <= seen
+    wanted = {"", "CANCELLED", "RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"}
+    for _ in range(20):  # on a busy machine all streams of a wave may be gone before they are served
+        await asyncio.gather(*(orchestrator(number) for number in range(150)))
+        assert await used(engine) == (0, 0, 0)
+        if wanted <= seen:
+            break
+    assert wanted <= seen
     assert engines.deaths == 0
     assert not engine._jobs
     assert not engine._answers
