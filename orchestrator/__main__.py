@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
+LAST_WORDS_SECONDS = 0.5
+"""For the last responses to leave, after their requests have ended."""
 STORE_ATTEMPTS = 10_000
 """No bound: the setting is a time, and a store that refuses connections uses up a few attempts in half a second."""
 MAX_REQUEST_BYTES = 8 << 20
@@ -95,7 +97,9 @@ async def serve(
     if not await runtime.admission.drain(settings.drain_seconds):
         log.warning("%d requests are cut off; they can be resumed elsewhere", runtime.admission.running)
         await runtime.admission.end_all(CLOSE_SECONDS)
-    await asyncio.gather(server.stop(CLOSE_SECONDS), *([http.close()] if http is not None else []))
+    # Not server.stop(): what arrives while it runs ends as CANCELLED, which no caller asks again after. Until the process
+    # ends, and with it the connections, calls are refused as UNAVAILABLE, which is why it ends inside the event loop.
+    await asyncio.gather(asyncio.sleep(LAST_WORDS_SECONDS), *([http.close()] if http is not None else []))
     await runtime.close()
     if traces is not None:
         traces.shutdown()

@@ -117,9 +117,14 @@ def stop_event() -> asyncio.Event:
     return event
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
-    """Runs a service to its end and returns its exit status."""
-    return uvloop.run(main)
+def run(main: Coroutine[Any, Any, int]) -> NoReturn:
+    """Runs a service and ends the process with its exit status, before the event loop could cancel what still runs."""
+
+    async def to_the_end() -> NoReturn:
+        end_process(await main)
+
+    uvloop.run(to_the_end())
+    raise AssertionError("the process has ended")
 
 
 def end_process(status: int) -> NoReturn:

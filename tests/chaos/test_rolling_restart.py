@@ -159,3 +159,31 @@ def test_what_outlasts_the_drain_ends_with_a_status_and_is_resumed(stack: Stack)
         )
         ids += [token.token_id for response in rest for token in response.tokens]
     assert ids == truth.ids
+
+
+def test_who_calls_while_it_stops_is_refused_as_unavailable(stack: Stack) -> None:
+    """Callers ask again after UNAVAILABLE, as the load above does; after CANCELLED nobody does."""
+    service = stack.orchestrators[0]
+    answers: set[str] = set()
+    stopped = threading.Event()
+
+    def call() -> None:
+        with service.channel() as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+            while not stopped.is_set():
+                try:
+                    gather(stub.Generate(request(PROMPTS[0], max_tokens=1, **FIELDS), timeout=60))
+                except grpc.RpcError as error:
+                    answers.add(error.code().name)  # type: ignore[attr-defined]
+
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            _restart(service)
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(60)
+    assert answers == {"UNAVAILABLE"}
