@@ -19,6 +19,7 @@ from typing import Protocol
 from tandem.cost_model import expected_tokens
 
 from .round_costs import RoundCosts, RoundTimes
+from .speed_estimate import SpeedEstimate
 
 _FADE = 0.96
 """Weight left of an observation of a position after one more of that position."""
@@ -78,15 +79,17 @@ class GammaPolicy(Protocol):
 class FixedGamma:
     """The gamma that the request asked for; 0 is plain decoding."""
 
-    def __init__(self, gamma: int) -> None:
+    def __init__(self, gamma: int, speed: SpeedEstimate) -> None:
         self._gamma = gamma
+        self._speed = speed
 
     def choose(self, room: int) -> Choice:
         """As asked, or less where less is left to generate."""
         return Choice(min(self._gamma, room), "fixed", 0.0)
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
-        """Nothing to learn."""
+        """Nothing to learn for the request itself."""
+        self._speed.observe_fixed(self._gamma, acceptance, times)
 
     def finish(self) -> None:
         """Nothing to hand on."""
@@ -163,8 +166,9 @@ class Acceptance:
 class AdaptiveGamma:
     """Chooses gamma for one request."""
 
-    def __init__(self, costs: RoundCosts, prior: AcceptancePrior, longest: int) -> None:
+    def __init__(self, costs: RoundCosts, prior: AcceptancePrior, longest: int, speed: SpeedEstimate) -> None:
         self._costs = costs
+        self._speed = speed
         self._acceptance = Acceptance(prior, longest)
         self._longest = longest
         self._gamma = min(_FIRST_BLOCK, longest)
@@ -198,6 +202,7 @@ class AdaptiveGamma:
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round."""
         self._costs.observe(times)
+        self._speed.observe(acceptance, times.block)
         if not acceptance:
             return
         self._acceptance.add(acceptance, shy=self._gamma == 0)

@@ -13,6 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from tandem.acceptance import TokenKind
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from .replica_pool import ReplicaPool
     from .runtime import Runtime
     from .session_store import StoreError
+    from .speed_estimate import SpeedEstimate
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -123,11 +127,6 @@ class Metrics:
             "tandem_gamma_choices", "Rounds whose gamma was chosen for them, by reason", ["reason"], registry=registry
         )
         self._gamma_chosen = {reason: chosen.labels(reason=reason) for reason in GAMMA_REASONS}
-        self._speedup = Gauge(
-            "tandem_expected_speedup",
-            "What the last choice of gamma is expected to gain over plain decoding",
-            registry=registry,
-        )
 
     def _make_times(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
@@ -164,6 +163,7 @@ class Metrics:
             pending.labels(role=role).set_function(partial(_pending_items, pool))
         tasks = Gauge("tandem_event_loop_tasks", "Tasks of the event loop", registry=self._registry)
         tasks.set_function(partial(_tasks, asyncio.get_running_loop()))
+        self._registry.register(SpeedCollector(runtime.speed))
 
     def declined(self) -> None:
         """A draft had nothing to propose."""
@@ -172,8 +172,6 @@ class Metrics:
     def gamma_chosen(self, choice: Choice) -> None:
         """A round of an adaptive request begins."""
         self._gamma_chosen[choice.reason].inc()
-        if choice.speedup > 0.0:
-            self._speedup.set(choice.speedup)
 
     def request_planned(self, prompt_tokens: int) -> None:
         """A request was found to be good."""
@@ -224,6 +222,26 @@ class Metrics:
     def rescored(self) -> None:
         """The target is asked again for a round."""
         self._rescored.inc()
+
+
+class SpeedCollector(Collector):
+    """What drafting is believed to bring; nothing before rounds were timed."""
+
+    def __init__(self, speed: SpeedEstimate) -> None:
+        self._speed = speed
+
+    def collect(self) -> Iterable[Metric]:
+        """Both speeds, and their quotient."""
+        speeds = self._speed.now()
+        rates = GaugeMetricFamily(
+            "tandem_expected_tokens_per_second", "Tokens a second that a request is believed to get", labels=["rounds"]
+        )
+        speedup = GaugeMetricFamily("tandem_expected_speedup", "What drafting is believed to gain over plain decoding")
+        if speeds is not None:
+            rates.add_metric(["speculative"], speeds.speculative)
+            rates.add_metric(["plain"], speeds.plain)
+            speedup.add_metric([], speeds.speculative / speeds.plain)
+        yield from (rates, speedup)
 
 
 class StoreMetrics:

@@ -21,6 +21,7 @@ from .round_costs import RoundCosts
 from .scoring import TARGET, ScoringPolicy, TargetPool
 from .session import Sessions
 from .session_store import SessionStore, StoreFull, StoreUnavailable
+from .speed_estimate import SpeedEstimate
 from .vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Runtime:
         )
         self.scoring_policy = ScoringPolicy(config.target_timeout_seconds, config.target_retry_seconds)
         self._costs = RoundCosts()
+        self.speed = SpeedEstimate(self._costs)
         # Greedy and sampled requests differ too much to stand for one another.
         self._greedy_prior, self._sampled_prior = AcceptancePrior(), AcceptancePrior()
         self._config = config
@@ -78,11 +80,11 @@ class Runtime:
     def gamma_policy(self, plan: GenerationPlan) -> GammaPolicy:
         """How the request comes by its gamma."""
         if not plan.adaptive:
-            return FixedGamma(plan.num_speculative_tokens)
+            return FixedGamma(plan.num_speculative_tokens, self.speed)
         if not self.drafts.replicas:
-            return FixedGamma(0)
+            return FixedGamma(0, self.speed)
         prior = self._sampled_prior if plan.sampling.temperature else self._greedy_prior
-        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens)
+        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed)
 
     def target_model(self) -> str:
         """The name of the target's model."""

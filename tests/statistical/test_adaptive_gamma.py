@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma
 from orchestrator.round_costs import RoundCosts, RoundTimes, WorkerTime
+from orchestrator.speed_estimate import SpeedEstimate
 from tandem.acceptance import Drafted, Outcome, accept
 from tandem.randomness import Lane, uniforms
 from tandem.sampling import SamplingParams
@@ -54,7 +55,7 @@ class Wave:
         self._models = models
         self._chance = random.Random(seeds[0])
         self._params = [make_params(seed=seed) for seed in seeds]
-        self._controllers = [AdaptiveGamma(costs, prior, LONGEST) for _ in seeds]
+        self._controllers = [AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs)) for _ in seeds]
         self.texts: list[list[int]] = [[] for _ in seeds]
 
     def run(self, gammas: Counter[int], shorten: Shorten) -> None:

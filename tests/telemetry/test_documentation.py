@@ -37,6 +37,8 @@ def test_the_page_defines_every_metric_and_no_other() -> None:
         "tandem_worker_sessions",
         "tandem_worker_items_pending",
         "tandem_event_loop_tasks",
+        "tandem_expected_speedup",
+        "tandem_expected_tokens_per_second",
     }
     defined = set(re.findall(r"^\| `((?:tandem|process)_\w+)", PAGE, re.MULTILINE))
     assert defined == served

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma
 from orchestrator.round_costs import FadingMean, ForwardCurve, RoundCosts, RoundTimes, WorkerTime
+from orchestrator.speed_estimate import SpeedEstimate
 from tandem.cost_model import expected_tokens
 
 LONGEST = 8
@@ -89,8 +90,9 @@ def run(
     return gammas
 
 
-def adaptive() -> AdaptiveGamma:
-    return AdaptiveGamma(RoundCosts(), AcceptancePrior(), LONGEST)
+def adaptive(longest: int = LONGEST) -> AdaptiveGamma:
+    costs = RoundCosts()
+    return AdaptiveGamma(costs, AcceptancePrior(), longest, SpeedEstimate(costs))
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
@@ -146,10 +148,10 @@ def test_a_request_starts_from_what_those_before_it_saw() -> None:
     machine, costs, prior = Machine(0.1, 0.02), RoundCosts(), AcceptancePrior()
     for alpha, expected in ((0.05, 0), (0.9, LONGEST)):
         for _ in range(12):
-            controller = AdaptiveGamma(costs, prior, LONGEST)
+            controller = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs))
             run(controller, machine, 60, lambda _, alpha=alpha: alpha)
             controller.finish()
-        second = AdaptiveGamma(costs, prior, LONGEST)
+        second = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs))
         chosen = [second.choose(1000).gamma for _ in range(2)]
         assert any(abs(gamma - expected) <= 3 for gamma in chosen), (alpha, chosen)
 
@@ -159,8 +161,8 @@ def test_room_and_limit_are_kept() -> None:
     run(controller, machine, 100, lambda _: 0.95)
     assert [controller.choose(room).gamma for room in (0, 1, 2)] == [0, 1, 2]
     assert 3 < controller.choose(1000).gamma <= LONGEST
-    assert [FixedGamma(4).choose(room).gamma for room in (0, 3, 9)] == [0, 3, 4]
-    assert AdaptiveGamma(RoundCosts(), AcceptancePrior(), 0).choose(5).gamma == 0
+    assert [FixedGamma(4, SpeedEstimate(RoundCosts())).choose(room).gamma for room in (0, 3, 9)] == [0, 3, 4]
+    assert adaptive(0).choose(5).gamma == 0
 
 
 def test_a_worker_that_does_not_say_what_it_took_is_timed_by_the_wait() -> None:
@@ -193,7 +195,7 @@ def test_a_draft_that_worked_ahead_makes_longer_blocks_pay() -> None:
 
 
 def test_a_round_costs_the_controller_under_30_microseconds() -> None:
-    machine, controller = Machine(0.1, 0.02), AdaptiveGamma(RoundCosts(), AcceptancePrior(), 16)
+    machine, controller = Machine(0.1, 0.02), adaptive(16)
     run(controller, machine, 100, lambda _: 0.8)
     times = machine.times(4)
     spent = []
@@ -204,6 +206,46 @@ def test_a_round_costs_the_controller_under_30_microseconds() -> None:
             controller.observe([0.8, 0.8, 0.8, 0.8], times)
         spent.append((time.process_time() - began) / 200)
     assert min(spent) < 30e-6 * 3, spent  # three times, for slow machines: the figure itself is in docs/speculation.md
+
+
+@pytest.mark.parametrize(("draft_step", "alpha"), [(0.05, 0.8), (0.3, 0.5), (0.9, 0.1)])
+def test_the_speed_estimate_of_a_fixed_gamma_is_the_speed(draft_step: float, alpha: float) -> None:
+    """With a block and without one, though only the last token of each request goes without."""
+    machine, speed = Machine(draft_step, 0.05), SpeedEstimate(RoundCosts())
+    assert speed.now() is None
+    policy = FixedGamma(4, speed)
+    for _ in range(60):
+        for room in (30, 25, 20, 15, 10, 5, 0):
+            gamma = policy.choose(room).gamma
+            seen = [alpha] * next((i + 1 for i in range(gamma) if machine.chance.random() >= alpha), gamma)
+            policy.observe(seen, machine.times(gamma))
+    speeds = speed.now()
+    assert speeds is not None
+    rounds = [4] * 6 + [0]
+    assert speeds.speculative == pytest.approx(machine.yield_of(rounds, alpha), rel=0.15)
+    assert speeds.plain == pytest.approx(machine.rate(0, alpha), rel=0.1)
+
+
+def test_the_speed_estimate_of_an_adaptive_gamma_is_never_far_below_plain_decoding() -> None:
+    costs = RoundCosts()
+    speed = SpeedEstimate(costs)
+    run(AdaptiveGamma(costs, AcceptancePrior(), LONGEST, speed), Machine(0.9, 0.3), 400, lambda _: 0.1)
+    speeds = speed.now()
+    assert speeds is not None
+    assert 0.9 < speeds.speculative / speeds.plain < 1.1
+
+
+def test_requests_that_want_no_blocks_have_no_part_in_the_speed_estimate() -> None:
+    machine, speed = Machine(0.1, 0.05), SpeedEstimate(RoundCosts())
+    for _ in range(40):
+        FixedGamma(4, speed).observe([0.9] * 4, machine.times(4))
+    before = speed.now()
+    for _ in range(400):
+        FixedGamma(0, speed).observe([], machine.times(0))
+    after = speed.now()
+    assert before is not None
+    assert after is not None
+    assert after.speculative == pytest.approx(before.speculative, rel=0.2)
 
 
 def test_a_mean_of_nothing_can_rise_again() -> None:
