@@ -49,8 +49,8 @@ def main() -> int:
         return _give_up(f"TANDEM_CALLERS_FILE: {error}")
     telemetry.configure_logging("orchestrator", settings.log_level, settings.log_format)
     try:
-        vocabulary = Vocabulary.load(settings.tokenizer, settings.tokenizer_revision)
-    except (OSError, ValueError) as error:
+        vocabulary = Vocabulary.load(settings.tokenizer, settings.tokenizer_revision, settings.tokenizer_gguf_file)
+    except (OSError, ValueError, ImportError) as error:
         return _give_up(f"TANDEM_TOKENIZER: no tokenizer at {settings.tokenizer!r}: {str(error).splitlines()[0]}")
     return grpc_server.run(serve(settings, store_config, vocabulary, callers))
 

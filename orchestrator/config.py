@@ -50,6 +50,11 @@ class OrchestratorConfig:
     tokenizer_revision: str = setting(
         "TANDEM_TOKENIZER_REVISION", "", help="revision of the tokenizer, if it is a name"
     )
+    tokenizer_gguf_file: str = setting(
+        "TANDEM_TOKENIZER_GGUF_FILE",
+        "",
+        help="GGUF file that holds the tokenizer, where there are no files of its own; reading it needs torch",
+    )
     listen: str = setting(
         "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
     )

@@ -65,13 +65,15 @@ class Vocabulary:
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
 
     @classmethod
-    def load(cls, name: str, revision: str) -> Vocabulary:
-        """Loads from a folder or by name; raises OSError or ValueError when there is none."""
+    def load(cls, name: str, revision: str, gguf_file: str = "") -> Vocabulary:
+        """Loads from a folder or by name; raises OSError or ValueError when there is none, ImportError where a GGUF file
+        can't be read for want of a package."""
         # transformers is slow to import, and only this needs it.
         from transformers import AutoTokenizer
         from transformers.utils import cached_file
 
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
+        source = {"gguf_file": gguf_file} if gguf_file else {}
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, **source)
         found = cached_file(
             name, "generation_config.json", revision=revision or None, _raise_exceptions_for_missing_entries=False
         )

@@ -117,9 +117,19 @@ def _orchestrator(settings: StackSettings) -> ServiceSpec:
             "TANDEM_DRAFT_ADDRESSES": _worker_addresses(settings, "draft"),
             "TANDEM_TARGET_ADDRESSES": _worker_addresses(settings, "target"),
             "TANDEM_REDIS_URL": _redis_url(settings),
-            "TANDEM_TOKENIZER": settings.environment.get("TANDEM_TOKENIZER") or settings.models["target"],
+            **_tokenizer(settings),
         },
     )
+
+
+def _tokenizer(settings: StackSettings) -> dict[str, str]:
+    """The target's own, unless another one is named."""
+    if settings.environment.get("TANDEM_TOKENIZER"):
+        return {}
+    return {
+        "TANDEM_TOKENIZER": settings.models["target"],
+        "TANDEM_TOKENIZER_GGUF_FILE": settings.environment.get("TANDEM_TARGET_GGUF_FILE", ""),
+    }
 
 
 def _python_service(

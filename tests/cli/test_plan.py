@@ -80,6 +80,13 @@ def test_a_flag_wins_over_its_variable(variables):
     assert planned.services[-1].environment["TANDEM_DRAFT_ADDRESSES"] == "127.0.0.1:2"
 
 
+def test_the_tokenizer_is_in_the_targets_gguf_file_unless_another_is_named(variables):
+    variables["TANDEM_TARGET_GGUF_FILE"] = "model.gguf"
+    assert plan(variables).services[-1].environment["TANDEM_TOKENIZER_GGUF_FILE"] == "model.gguf"
+    environment = plan({**variables, "TANDEM_TOKENIZER": "elsewhere"}).services[-1].environment
+    assert "TANDEM_TOKENIZER_GGUF_FILE" not in environment
+
+
 def test_the_http_flag_reaches_what_is_started(variables):
     parsed = build_parser().parse_args(["up", "--http-listen=127.0.0.1:3"])
     assert load_settings(with_flags(parsed, variables)).environment["TANDEM_HTTP_LISTEN"] == "127.0.0.1:3"
