@@ -157,7 +157,7 @@ class Drafting:
             "no block from the draft (%s): %s",
             degraded.reason,
             degraded,
-            extra={"request_id": self._session.request_id, "cache_epoch": epoch},
+            extra={"request_id": self._session.request_id, "trace_id": record.trace_id, "cache_epoch": epoch},
         )
 
     def _accuse(self, degraded: _Degraded, record: RoundRecorder) -> bool:

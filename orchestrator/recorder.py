@@ -162,6 +162,11 @@ class RoundRecorder:
         """What goes to the workers with the round's items; empty where there is no trace."""
         return self._trace.traceparent if self._trace is not None else ""
 
+    @property
+    def trace_id(self) -> str | None:
+        """For logs; None where traces are off."""
+        return self._request.trace_id
+
     def chosen(self, choice: Choice) -> None:
         """How many tokens the draft will be asked for."""
         if choice.reason == "fixed":

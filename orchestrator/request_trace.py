@@ -47,7 +47,7 @@ class RequestTrace:
         self._open: set[RoundTrace] = set()
 
     def _start(self, start_span: Callable[..., Span]) -> Span:
-        attributes = {"gen_ai.operation.name": self._operation}
+        attributes = {"gen_ai.operation.name": self._operation, "gen_ai.provider.name": "tandem"}
         return start_span("generate", SpanKind.SERVER, self._caller, attributes, start_ns=self._began_ns)
 
     @property
@@ -153,6 +153,8 @@ class RoundTrace:
         if report.degraded_reason:
             attributes["tandem.degraded_reason"] = report.degraded_reason
         self._span.set_attributes(attributes)
+        if report.accepted < report.drafted:
+            self._span.add_event("tandem.rollback", {"tandem.rejected_tokens": report.drafted - report.accepted})
         self._began_ns = time.time_ns()
 
     def committed(self, emitted: int) -> None:

@@ -131,7 +131,7 @@ class Scoring:
             if had_cache:
                 record.rebuilding("target", _reason(fault))
             record.rescoring(_reason(fault))
-            self._log_retry(fault, epoch)
+            self._log_retry(fault, epoch, record.trace_id)
             if give_up_at is None:
                 # From the first fault on: one answer may take longer than all of the retrying.
                 give_up_at = time.monotonic() + self._policy.retry
@@ -162,12 +162,12 @@ class Scoring:
         if epoch == 0 and full >= self._pool.ready_addresses:
             raise Overloaded("all cache slots of the target are in use", "TARGET_FULL", FULL_RETRY_SECONDS) from failed
 
-    def _log_retry(self, fault: Exception, epoch: int) -> None:
+    def _log_retry(self, fault: Exception, epoch: int, trace_id: str | None) -> None:
         log.warning(
             "the round is scored again: %s: %s",
             type(fault).__name__,
             fault,
-            extra={"request_id": self._session.request_id, "cache_epoch": epoch},
+            extra={"request_id": self._session.request_id, "trace_id": trace_id, "cache_epoch": epoch},
         )
 
     async def _pause(self, seconds: float, give_up_at: float, fault: Exception) -> None:

@@ -1,4 +1,8 @@
-"""Spans as files and Jaeger give them: OTLP in JSON, one object or one a line, and the answers of Jaeger's query API."""
+"""Spans as files and Jaeger give them: OTLP in JSON, one object or one a line, and the answers of Jaeger's query API.
+
+That API comes in two forms. `/api/traces`, which Jaeger's UI uses and all its versions have, answers in a form of its own
+(`internal/uimodel` and `model/json` in Jaeger's sources); `/api/v3/traces` answers in OTLP below a `result`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from tandem.cli.errors import CliError
 ROOT = "generate"
 SERVICE = "tandem-orchestrator"
 FETCH_SECONDS = 10.0
+MOST_TRACES = 20
+"""A request that was resumed is in several."""
 _MISSING = 404
 
 
@@ -46,16 +52,17 @@ def read_file(path: Path) -> list[ReadSpan]:
 
 
 def fetch(jaeger: str, wanted: str) -> list[ReadSpan]:
-    """The spans of a trace, by its id or by the request's, from Jaeger's query API. Raises CliError."""
+    """The spans of a trace, by its id or, in the last two days, by the request's, from Jaeger's query API. Raises CliError."""
     if _is_trace_id(wanted):
         answer = _get(f"{jaeger}/api/traces/{wanted}")
     else:
         tags = json.dumps({"tandem.request_id": wanted})
-        query = urllib.parse.urlencode(
-            {"service": SERVICE, "operation": ROOT, "tags": tags, "limit": 1, "lookback": "2d"}
-        )
+        query = urllib.parse.urlencode({"service": SERVICE, "operation": ROOT, "tags": tags, "limit": MOST_TRACES})
         answer = _get(f"{jaeger}/api/traces?{query}")
-    return list(_spans(answer))
+    try:
+        return list(_spans(answer))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"what answers at {jaeger} is no query API of Jaeger") from error
 
 
 def _is_trace_id(text: str) -> bool:
@@ -85,10 +92,10 @@ def _documents(text: str) -> Iterable[Any]:
 
 def _spans(document: Any) -> Iterator[ReadSpan]:
     if "data" in document:
-        for trace in document["data"]:
+        for trace in document["data"] or ():
             yield from map(_from_jaeger, trace["spans"])
         return
-    for group in document["resourceSpans"]:
+    for group in document.get("result", document)["resourceSpans"]:
         for scope in group["scopeSpans"]:
             yield from map(_from_otlp, scope["spans"])
 
@@ -114,6 +121,8 @@ def _otlp_value(value: Mapping[str, Any]) -> Any:
     [(kind, content)] = value.items()
     if kind == "arrayValue":
         return [_otlp_value(each) for each in content.get("values", ())]
+    if kind == "doubleValue":
+        return float(content)  # a whole one may come as an integer
     return int(content) if kind == "intValue" else content  # 64-bit numbers are strings in JSON
 
 
@@ -133,7 +142,19 @@ def _from_jaeger(span: Mapping[str, Any]) -> ReadSpan:
 
 
 def _tags(tags: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {tag["key"]: tag["value"] for tag in tags}
+    return {tag["key"]: _tag_value(tag) for tag in tags}
+
+
+def _tag_value(tag: Mapping[str, Any]) -> Any:
+    """Jaeger has no lists, which come as JSON in a string; nor integers that JavaScript could not hold."""
+    value, kind = tag["value"], tag.get("type")
+    if kind == "int64":
+        return int(value)
+    if kind == "float64":
+        return float(value)
+    if isinstance(value, str) and value.startswith('["'):
+        return json.loads(value)
+    return value
 
 
 def _jaeger_event(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

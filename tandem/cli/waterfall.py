@@ -7,6 +7,8 @@ from html import escape
 from typing import Any, Protocol
 
 WIDTH = 44
+ORDINARY_EVENTS = {"tandem.first_token", "tandem.rollback"}
+"""Of every request: not worth a word in the picture."""
 SHOWN = {
     "generate": ("gen_ai.usage.output_tokens", "gen_ai.response.finish_reasons"),
     "tandem.round": ("tandem.gamma", "tandem.accepted", "tandem.expected_acceptance", "tandem.degraded_reason"),
@@ -95,7 +97,8 @@ def _details(span: Span) -> str:
         for key in SHOWN.get(span.name, ())
         if key in span.attributes
     ]
-    return " ".join(shown + [f"({name.removeprefix('tandem.')})" for name, _ in span.events if "first" not in name])
+    events = [f"({name.removeprefix('tandem.')})" for name, _ in span.events if name not in ORDINARY_EVENTS]
+    return " ".join(shown + events)
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ START = 1_700_000_000_000_000_000
 SPANS: list[tuple[str, str, str, int, int, dict[str, Any], list[tuple[str, dict[str, str]]]]] = [
     (
         "generate", "a1", "ff", 0, 100,
-        {"tandem.request_id": "why", "tandem.status": "OK", "gen_ai.usage.output_tokens": 5,
+        {"tandem.request_id": "why", "tandem.status": "OK", "gen_ai.usage.output_tokens": 5, "gen_ai.request.seed": 2**60,
          "gen_ai.response.finish_reasons": ["length"]},
         [("tandem.first_token", {})],
     ),
@@ -77,28 +77,68 @@ def otlp() -> dict[str, Any]:
     return {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
 
 
+def tag(key: str, value: Any) -> dict[str, Any]:
+    """An attribute as Jaeger has it: lists are JSON in strings, and so are integers that JavaScript can't hold."""
+    if isinstance(value, list):
+        return {"key": key, "type": "string", "value": json.dumps(value, separators=(",", ":"))}
+    if isinstance(value, float):
+        return {"key": key, "type": "float64", "value": int(value) if value.is_integer() else value}
+    if isinstance(value, int):
+        return {"key": key, "type": "int64", "value": value if abs(value) < 2**53 else str(value)}
+    return {"key": key, "type": "string", "value": value}
+
+
 def jaeger() -> dict[str, Any]:
-    """The same as Jaeger answers it."""
+    """The same as `/api/traces` answers it, in every field: microseconds, links as references, the span's kind and scope among its
+    tags. After Jaeger's `internal/uimodel/model.go`, its converter `from_domain.go`, and the pair `fixture/otlp2jaeger-{in,out}.json`
+    of its query service."""
     spans = [
         {
             "traceID": TRACE,
             "spanID": own,
             "operationName": name,
-            "references": [{"refType": "CHILD_OF", "traceID": TRACE, "spanID": parent}],
+            "references": [
+                {"refType": "CHILD_OF", "traceID": TRACE, "spanID": parent},
+                *([{"refType": "FOLLOWS_FROM", "traceID": "9" * 32, "spanID": "a1"}] if name == "tandem.round" else []),
+            ],
             "startTime": START // 1000 + begin * 1000,
             "duration": length * 1000,
-            "tags": [{"key": key, "value": content} for key, content in attributes.items()],
+            "tags": [
+                tag("otel.scope.name", "tandem"),
+                *(tag(key, content) for key, content in attributes.items()),
+                tag("span.kind", "internal"),
+            ],
             "logs": [
                 {
-                    "timestamp": 0,
-                    "fields": [{"key": "event", "value": event}, *({"key": k, "value": v} for k, v in f.items())],
+                    "timestamp": START // 1000 + begin * 1000,
+                    "fields": [tag("event", event), *(tag(key, content) for key, content in f.items())],
                 }
                 for event, f in events
             ],
+            "processID": "p1",
+            "warnings": None,
         }
         for name, own, parent, begin, length, attributes, events in SPANS
     ]
-    return {"data": [{"traceID": TRACE, "spans": spans}]}
+    processes = {"p1": {"serviceName": "tandem-orchestrator", "tags": [tag("service.version", "1")]}}
+    trace = {"traceID": TRACE, "spans": spans, "processes": processes, "warnings": None}
+    return {"data": [trace], "total": 0, "limit": 0, "offset": 0, "errors": None}
+
+
+SEARCH = {
+    "service",
+    "operation",
+    "start",
+    "end",
+    "minDuration",
+    "maxDuration",
+    "limit",
+    "tag",
+    "tags",
+    "raw",
+    "traceID",
+}
+"""The parameters that `/api/traces` reads; others it ignores."""
 
 
 @pytest.fixture
@@ -107,21 +147,30 @@ def query_api() -> Iterator[str]:
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             query = {key: values[0] for key, values in parse_qs(url.query).items()}
-            by_request = url.path == "/api/traces" and (
-                query["service"] == "tandem-orchestrator"
-                and query["operation"] == "generate"
-                and json.loads(query["tags"]) == {"tandem.request_id": "why"}
-            )
-            found = by_request or url.path == f"/api/traces/{TRACE}"
-            self.send_response(200 if found or url.path == "/api/traces" else 404)
+            by_id = url.path.removeprefix("/api/traces/")
+            if url.path == "/api/traces":
+                assert set(query) <= SEARCH
+                assert (query["service"], query["operation"]) == ("tandem-orchestrator", "generate")
+                assert int(query["limit"]) > 0
+                found = json.loads(query["tags"]) == {"tandem.request_id": "why"}
+                self._answer(200, jaeger() if found else {**jaeger(), "data": []})
+            elif by_id == TRACE:
+                self._answer(200, jaeger())
+            else:
+                errors = [{"code": 404, "msg": "trace not found"}]
+                self._answer(404, {"data": None, "total": 0, "limit": 0, "offset": 0, "errors": errors})
+
+        def _answer(self, code: int, body: dict[str, Any]) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(jaeger() if found else {"data": []}).encode())
+            self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, *_: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -141,6 +190,17 @@ def test_a_file_of_otlp(lines: bool, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("wanted", [TRACE, "why"])
 def test_jaeger(wanted: str, query_api: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", wanted], {"TANDEM_JAEGER_URL": query_api + "/"}) == 0
+    assert capsys.readouterr().out == DRAWN
+
+
+@pytest.mark.parametrize("answer", [jaeger, lambda: {"result": otlp()}])
+def test_what_jaeger_answered_can_be_kept_in_a_file(
+    answer: Callable[[], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `/api/traces`, which the UI saves too, and of `/api/v3/traces`."""
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(answer()))
+    assert main(["trace", str(path)], {}) == 0
     assert capsys.readouterr().out == DRAWN
 
 

@@ -31,6 +31,8 @@ class Span:
     status: int
     attributes: dict[str, Any]
     events: tuple[tuple[str, dict[str, Any]], ...]
+    links: tuple[str, ...]
+    """Ids of spans."""
     resource: dict[str, Any] = field(repr=False)
 
 
@@ -98,6 +100,7 @@ def _spans(request: Any) -> Iterator[Span]:
                     status=span.status.code,
                     attributes=_attributes(span.attributes),
                     events=tuple((event.name, _attributes(event.attributes)) for event in span.events),
+                    links=tuple(link.span_id.hex() for link in span.links),
                     resource=resource,
                 )
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind
 
 from orchestrator.request_trace import NoticedReason, RequestTrace
@@ -21,25 +20,9 @@ from tandem.engine.work import Step, Work
 from tandem.span_export import CountingExporter, CountingProcessor
 from tandem.tracing import SpanCounts, Tracing
 from tandem.v1 import target_pb2, worker_pb2
+from tests.telemetry.memory import Memory
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-class Memory:
-    """A tracing that keeps its spans."""
-
-    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
-        self._exporter = InMemorySpanExporter()
-        tracers = []
-        for each in (sampler, ALWAYS_ON):
-            provider = TracerProvider(sampler=ParentBased(each))
-            provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-            tracers.append(provider.get_tracer("test"))
-        self.tracing = Tracing(tracers[0], tracers[1], SpanCounts(), lambda: None, lambda: None)
-
-    @property
-    def spans(self) -> Sequence[ReadableSpan]:
-        return self._exporter.get_finished_spans()
 
 
 @pytest.fixture
