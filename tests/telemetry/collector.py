@@ -60,9 +60,22 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait(self, trace_id: str, complete: Callable[[list[Span]], bool], seconds: float = 20) -> list[Span]:
         """The spans of a trace, once `complete` says that they are all there."""
+        return self._wait(lambda span: span.trace_id == trace_id, complete, seconds)
+
+    def wait_for_links(self, span_ids: set[str], seconds: float = 20) -> list[Span]:
+        """The spans with links to any of these, once all of these are linked from somewhere."""
+        return self._wait(
+            lambda span: not span_ids.isdisjoint(span.links),
+            lambda spans: span_ids <= {link for span in spans for link in span.links},
+            seconds,
+        )
+
+    def _wait(
+        self, wanted: Callable[[Span], bool], complete: Callable[[list[Span]], bool], seconds: float
+    ) -> list[Span]:
         deadline = time.monotonic() + seconds
         with self._changed:
-            while not complete(spans := [span for span in self._spans if span.trace_id == trace_id]):
+            while not complete(spans := [span for span in self._spans if wanted(span)]):
                 left = deadline - time.monotonic()
                 assert left > 0, f"after {seconds} s: {sorted((span.name, span.service) for span in spans)}"
                 self._changed.wait(left)

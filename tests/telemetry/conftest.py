@@ -36,6 +36,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "100",
             "TANDEM_LOG_FORMAT": "json",
+            "TANDEM_LOG_LEVEL": "DEBUG",
+            "TANDEM_TARGET_RETRY_SECONDS": "120",
             **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
         }
         with (

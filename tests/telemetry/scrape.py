@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,7 +12,8 @@ class Scrape:
 
     def __init__(self, text: str) -> None:
         self._samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        for family in text_string_to_metric_families(text):
+        self.families = list(text_string_to_metric_families(text))
+        for family in self.families:
             for sample in family.samples:
                 self._samples[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
 
@@ -28,14 +28,6 @@ class Scrape:
     def total(self, name: str) -> float:
         """The sum over all labels."""
         return sum(value for (sample, _), value in self._samples.items() if sample == name)
-
-    def label_values(self, name: str, label: str) -> set[str]:
-        return set(self._label_values(name, label))
-
-    def _label_values(self, name: str, label: str) -> Iterator[str]:
-        for sample, labels in self._samples:
-            if sample == name:
-                yield dict(labels)[label]
 
 
 def scrape(address: str) -> Scrape:

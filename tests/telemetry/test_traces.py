@@ -102,6 +102,21 @@ def test_each_span_hangs_where_the_schema_says(speculative: tuple[Generation, li
         assert span.end_ns >= span.start_ns
 
 
+def test_each_item_is_linked_from_the_step_that_ended_it(
+    observed: Observed, speculative: tuple[Generation, list[Span]]
+) -> None:
+    """A step serves many requests: it is in none of their traces."""
+    _, spans = speculative
+    for item, step in (("draft.propose", "draft.step"), ("target.verify", "target.step")):
+        items = {span.span_id for span in named(spans, item)}
+        steps = observed.collector.wait_for_links(items)
+        assert {span.name for span in steps} == {step}
+        assert Counter(link for span in steps for link in span.links) == Counter(items)
+        for span in steps:
+            schema.check(span)
+            assert span.parent_id == ""
+
+
 def test_there_is_one_round_span_per_round_and_each_has_its_parts(speculative: tuple[Generation, list[Span]]) -> None:
     result, spans = speculative
     rounds = sorted(named(spans, "tandem.round"), key=lambda span: span.attributes["tandem.round"])
@@ -170,6 +185,28 @@ def test_a_deadline_that_passes_is_told_from_a_cancellation(observed: Observed) 
     assert root.attributes["gen_ai.usage.output_tokens"] > 0
 
 
+def test_a_take_over_is_seen_on_both_sides(observed: Observed) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    (first, first_metadata), (second, second_metadata) = new_trace(), new_trace()
+    sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, request_id="taken-over")
+    lost = stub.Generate(sent, metadata=first_metadata, timeout=60)
+    had = sum(len(next(lost).tokens) for _ in range(3))
+    sent.token_offset = had
+    taken = stub.Generate(sent, metadata=second_metadata, timeout=60)
+    next(taken)
+    with pytest.raises(grpc.RpcError) as ended:
+        list(lost)
+    assert ended.value.code() is grpc.StatusCode.ABORTED
+    taken.cancel()
+    [old] = named(observed.collector.wait(first, _all_ended), "generate")
+    assert old.attributes["error.type"] == "ABORTED"
+    [new] = named(observed.collector.wait(second, _all_ended), "generate")
+    schema.check(new)
+    events = dict(new.events)
+    assert events["tandem.resume"]["tandem.token_offset"] == had
+    assert events["tandem.resume"]["tandem.committed_tokens"] >= had
+
+
 def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed) -> None:
     trace_id, metadata = new_trace(sampled=False)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
@@ -235,6 +272,36 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
     logged = json.loads(line)["degraded"]
     assert set(logged) == reasons
     assert sum(logged.values()) == result.speculation.degraded_rounds
+
+
+def test_a_target_that_dies_is_seen_in_the_trace_the_metrics_and_the_log(observed: Observed) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    before = observed.scrape("orchestrator")
+    trace_id, metadata = new_trace()
+    sent = request(PROMPT, max_tokens=120, ignore_eos=True, temperature=1.0, request_id="outlives-its-target")
+    call = stub.Generate(sent, metadata=metadata, timeout=120)
+    begun = [next(call) for _ in range(3)]
+    observed.stack.target.kill()
+    observed.stack.target.start()
+    result = gather([*begun, *call])
+    spans = observed.collector.wait(trace_id, lambda spans: count(spans)["tandem.round"] >= result.speculation.rounds)
+    events = [event for span in named(spans, "tandem.round") for event in span.events]
+    rebuilds = [fields for name, fields in events if name == "tandem.rebuild" and fields["tandem.role"] == "target"]
+    retries = [fields for name, fields in events if name == "tandem.retry"]
+    assert rebuilds
+    assert "StreamLost" in {fields["tandem.reason"] for fields in retries}
+    assert any(name == "tandem.rollback" for name, _ in events)
+    after = observed.scrape("orchestrator")
+    for counter, seen in (
+        ("tandem_cache_rebuilds_total", len(rebuilds)),
+        ("tandem_rounds_rescored_total", len(retries)),
+    ):
+        assert after.total(counter) - before.total(counter) >= seen
+    lines = [json.loads(line) for line in observed.stack.orchestrator.log.read_text().splitlines() if trace_id in line]
+    warnings = [line for line in lines if line["message"].startswith("the round is scored again")]
+    assert len(warnings) == len(retries)
+    assert {line["request_id"] for line in warnings} == {"outlives-its-target"}
+    observed.stack.orchestrator.wait_serving()
 
 
 def _all_ended(spans: list[Span]) -> bool:
