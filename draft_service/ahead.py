@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem.acceptance import Drafted
 from tandem.engine.feed import Feed
@@ -39,8 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALTERNATIVES = 3
-"""Tokens besides the drafted one that are looked at for each position."""
-_COUPLED_CANDIDATES = 16
+"""Tokens besides the drafted one that are guessed at for each position."""
+_CANDIDATES = 16
+"""Tokens that are looked at for them: under COUPLED the noise may choose any of these."""
+_SILENT_SECONDS = 2.0
+"""A request from which nothing came for so long leaves its guesses to others that want the room: its caller may have
+stalled, and most verifications are over sooner."""
 _LEAST_CHANCE = 0.02
 """A guess less likely than this isn't worth its row."""
 _LEAST_ACCEPTANCE = 0.5
@@ -89,10 +95,12 @@ class _Row:
         self.base = 0
         """Length of the guessed prefix; 0 while the draft's own next token, its last one, is still to be drawn."""
         self.chance = 0.0
+        self.since = 0.0
+        """When the guess was made, in seconds of the clock."""
         self.chain = False
         self.wanted = 0
         self.drafted: list[Drafted] = []
-        self.logits: list[torch.Tensor] = []
+        self.outlooks: list[torch.Tensor] = []
         self.sampling: SamplingParams | None = None
 
     @property
@@ -104,9 +112,10 @@ class _Row:
 class DraftAhead:
     """The guesses of all requests. Called by the step thread only."""
 
-    def __init__(self, rows: int, vocabulary_size: int) -> None:
+    def __init__(self, rows: int, vocabulary_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`rows` is the budget: guesses at a time, of all requests together."""
         self.slots = rows
+        self._clock = clock
         self.stats = AheadStats()
         self._vocabulary_size = vocabulary_size
         self._work: SlotWork | None = None
@@ -125,6 +134,18 @@ class DraftAhead:
 
     # What the drafter tells.
 
+    def outlooks(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> torch.Tensor:
+        """What is kept of logits [R, padded vocabulary] for guessing once the block is answered: the likeliest tokens and
+        their log-probabilities at the row's temperature, float64 [R, 2, candidates], on the device. `rows`: parameters, and
+        all tokens before the one that was drawn."""
+        params, befores = [each for each, _ in rows], [before for _, before in rows]
+        adjustments, positions = [each.adjustments for each in params], [before.size for before in befores]
+        scores = adjust(logits[:, : self._vocabulary_size], adjustments, positions, befores)
+        temperatures = torch.tensor([[each.temperature or 1.0] for each in params], dtype=torch.float32)
+        scores = scores / temperatures.to(scores.device, non_blocking=True)
+        best = scores.topk(min(_CANDIDATES, scores.shape[-1]))
+        return torch.stack([best.indices.double(), (best.values - scores.logsumexp(-1, keepdim=True)).double()], dim=1)
+
     def claim(self, job: ProposeJob) -> list[Drafted]:
         """What was drafted ahead after exactly the tokens of the item's prefix, its keys and values in the session's slot;
         empty where there was no such guess. Ends all guesses of the session."""
@@ -137,7 +158,7 @@ class DraftAhead:
         drafted: list[Drafted] = []
         if found is not None and self._hand_over(found, session, min(len(found.drafted), job.wanted)):
             drafted = found.drafted[: job.wanted]
-            job.logits = found.logits[: job.wanted]
+            job.outlooks = found.outlooks[: job.wanted]
             self._count_hit(found, job, len(drafted))
         else:
             self.stats.misses += 1
@@ -170,7 +191,7 @@ class DraftAhead:
 
     def answered(self, job: ProposeJob) -> None:
         """The block is on its way to the target."""
-        if job.drafted and len(job.logits) == len(job.drafted):
+        if job.drafted and len(job.outlooks) == len(job.drafted):
             self._answered[job.session] = job
 
     def ended(self, session: Session) -> None:
@@ -189,10 +210,7 @@ class DraftAhead:
     def step(self) -> None:
         """One forward at most, for all guesses together."""
         try:
-            for session, job in list(self._answered.items()):
-                if session.cached_length == session.prefix_length + len(job.drafted) - 1:  # else it was dropped since
-                    self._plan(session, job)
-                del self._answered[session]
+            self._plan_all()
             rows = [row for row in self._rows if row.growing]
             if rows:
                 self._grow(rows)
@@ -207,19 +225,33 @@ class DraftAhead:
         for row in self._rows:
             row.clear()
             row.owner, row.cached = None, 0
+            if self._work is not None:
+                self._work.clear(row.slot)
         if self.stats.failed_forwards >= _FAILURES:
             logger.error("no more drafting ahead, after %d failures", self.stats.failed_forwards)
             self._rows = []
 
     # Guessing.
 
-    def _plan(self, session: Session, job: ProposeJob) -> None:
-        """Starts the guesses for a block that was just answered."""
+    def _plan_all(self) -> None:
+        """Starts the guesses for all blocks that were answered; what is known of their positions comes in one transfer."""
+        jobs = [
+            job
+            for session, job in self._answered.items()
+            if session.cached_length == session.prefix_length + len(job.drafted) - 1  # else it was dropped since
+        ]
+        if jobs:
+            outlooks = iter(torch.stack([outlook for job in jobs for outlook in job.outlooks]).cpu().numpy())
+            for job in jobs:
+                self._plan(job, [next(outlooks) for _ in job.drafted])
+        self._answered.clear()
+
+    def _plan(self, job: ProposeJob, outlooks: Sequence[NDArray[np.float64]]) -> None:
+        """Starts the guesses for one block, from the outlooks [2, candidates] of its positions."""
+        session = job.session
         positions = [
-            self._position(
-                logits, drafted.token_id, job.sampling, session.tokens.view(0, session.prefix_length + index)
-            )
-            for index, (logits, drafted) in enumerate(zip(job.logits, job.drafted, strict=True))
+            _position(outlook, drafted.token_id, job.sampling, session.prefix_length + index)
+            for index, (outlook, drafted) in enumerate(zip(outlooks, job.drafted, strict=True))
         ]
         own = self._own_token(job, positions)
         others = sorted(_guesses(positions[: job.block]), key=lambda guess: guess.chance, reverse=True)
@@ -236,37 +268,17 @@ class DraftAhead:
             return _Guess(job.block, job.drafted[job.block].token_id, chance * positions[job.block].acceptance)
         return _Guess(job.block, -1, chance)
 
-    def _position(self, logits: torch.Tensor, drawn: int, sampling: SamplingParams, before: IdArray) -> _Position:
-        scores = adjust(logits[None, : self._vocabulary_size], [sampling.adjustments], [before.size], [before])[0]
-        if sampling.temperature > 0.0:
-            scores = scores / sampling.temperature
-        count = min(_COUPLED_CANDIDATES if sampling.coupled else _ALTERNATIVES + 1, scores.shape[-1])
-        best = scores.topk(count)
-        ids = best.indices.cpu().numpy()
-        weights = (best.values - scores.logsumexp(-1)).exp().double().cpu().numpy()
-        if sampling.coupled and sampling.temperature > 0.0:
-            # The target adds the same noise: its choice is among those that stand out with it.
-            noisy = np.log(weights + 1e-30) + gumbel_noise_at([sampling.seed], [before.size], ids[None])[0]
-            weights = np.exp(noisy - noisy.max())
-            weights /= weights.sum()
-        own = float(weights[ids == drawn].sum())
-        others = sorted(
-            ((int(token), float(weight)) for token, weight in zip(ids, weights, strict=True) if token != drawn),
-            key=lambda pair: pair[1],
-            reverse=True,
-        )[:_ALTERNATIVES]
-        rest = max(1.0 - own, 1e-6)
-        return _Position(
-            acceptance=max(own, _LEAST_ACCEPTANCE),
-            alternatives=[(token, weight / rest) for token, weight in others],
-        )
-
     def _free_rows(self, session: Session, count: int) -> list[_Row]:
-        """Rows without a guess, those first whose slots hold the session's tokens; if need be, from those requests that
-        have more than their share."""
+        """Rows without a guess, those first whose slots hold the session's tokens; if need be, from requests that are
+        silent, and from those that have more than their share."""
         if not self._rows:
             return []
         free = [row for row in self._rows if not row.active]
+        latest = self._clock() - _SILENT_SECONDS
+        silent = sorted((row for row in self._rows if row.active and row.since <= latest), key=lambda row: row.since)
+        for row in silent[: max(0, count - len(free))]:
+            row.clear()
+            free.append(row)
         owners = {id(row.owner) for row in self._rows if row.active}
         share = max(1, len(self._rows) // (len(owners) + 1))
         while len(free) < min(count, share):
@@ -293,6 +305,7 @@ class DraftAhead:
         row.base = 0 if own else row.tokens.length
         row.chain = guess.accepted == job.block and (own or guess.token_id == job.drafted[-1].token_id)
         row.chance, row.wanted, row.sampling, row.active = guess.chance, wanted, job.sampling, True
+        row.since = self._clock()
 
     def _fill(self, row: _Row, session: Session, token_ids: IdArray, shared: int) -> None:
         """Lets the row hold `token_ids`, the first `shared` of them with the keys and values of the session's slot."""
@@ -315,16 +328,15 @@ class DraftAhead:
         logits = self._work.forward(
             [Feed(row.slot, row.cached, row.tokens.view(row.cached, row.tokens.length), rows=1) for row in rows]
         )
-        drawn = self._draw(
-            logits, [(row.sampling, row.tokens.view(0, row.tokens.length)) for row in rows if row.sampling is not None]
-        )
+        before = [(row.sampling, row.tokens.view(0, row.tokens.length)) for row in rows if row.sampling is not None]
+        drawn, outlooks = self._draw(logits, before), self.outlooks(logits, before)
         self.stats.forwards += 1
         for index, (row, drafted) in enumerate(zip(rows, drawn, strict=True)):
             row.cached = row.tokens.length
             row.tokens.append(drafted.token_id)
             if row.base:
                 row.drafted.append(drafted)
-                row.logits.append(logits[index])
+                row.outlooks.append(outlooks[index])
                 self.stats.tokens += 1
             else:
                 row.base = row.tokens.length
@@ -344,6 +356,27 @@ def _came_true(row: _Row, job: ProposeJob) -> bool:
         row.base == session.prefix_length
         and row.sampling == job.sampling
         and bool(np.array_equal(row.tokens.view(0, row.base), session.tokens.view(0, row.base)))
+    )
+
+
+def _position(outlook: NDArray[np.float64], drawn: int, sampling: SamplingParams, position: int) -> _Position:
+    """What an outlook [2, candidates] says of a position where `drawn` was drawn."""
+    ids, weights = outlook[0].astype(np.int64), np.exp(outlook[1])
+    if sampling.coupled and sampling.temperature > 0.0:
+        # The target adds the same noise: its choice is among those that stand out with it.
+        noisy = np.log(weights + 1e-30) + gumbel_noise_at([sampling.seed], [position], ids[None])[0]
+        weights = np.exp(noisy - noisy.max())
+        weights /= weights.sum()
+    own = float(weights[ids == drawn].sum())
+    others = sorted(
+        ((int(token), float(weight)) for token, weight in zip(ids, weights, strict=True) if token != drawn),
+        key=lambda pair: pair[1],
+        reverse=True,
+    )[:_ALTERNATIVES]
+    rest = max(1.0 - own, 1e-6)
+    return _Position(
+        acceptance=max(own, _LEAST_ACCEPTANCE),
+        alternatives=[(token, weight / rest) for token, weight in others],
     )
 
 

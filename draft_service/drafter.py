@@ -23,15 +23,15 @@ from tandem.wire import IdArray
 class ProposeJob(Job):
     """A block under way."""
 
-    __slots__ = ("drafted", "logits", "wanted")
+    __slots__ = ("drafted", "outlooks", "wanted")
 
     def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
         super().__init__(cache_epoch, block, rows=1)
         self.wanted = wanted
         """Tokens to draw, the look-ahead included."""
         self.drafted: list[Drafted] = []
-        self.logits: list[torch.Tensor] = []
-        """What each was drawn from, [padded vocabulary], where it is of use for drafting ahead."""
+        self.outlooks: list[torch.Tensor] = []
+        """What else was likely where each was drawn, [2, candidates], where it is of use for drafting ahead."""
 
 
 class Draw(Protocol):
@@ -77,14 +77,14 @@ class ModelDrafter:
 
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""
-        drawn = self._draw(
-            logits, [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
-        )
-        for row, (job, drafted) in enumerate(zip(jobs, drawn, strict=True)):
+        rows = [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
+        drawn = self._draw(logits, rows)
+        if self._ahead is not None and len(jobs) <= self._ahead.slots:
+            for job, outlook in zip(jobs, self._ahead.outlooks(logits, rows), strict=True):
+                job.outlooks.append(outlook)
+        for job, drafted in zip(jobs, drawn, strict=True):
             job.session.tokens.append(drafted.token_id)
             job.drafted.append(drafted)
-            if self._ahead is not None and len(jobs) <= self._ahead.slots:
-                job.logits.append(logits[row])
             if len(job.drafted) == job.wanted:
                 job.result = job.drafted
 

@@ -44,6 +44,12 @@ class TokensAlone:
     def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
         """There are no keys and values."""
 
+    def clear_slot(self, slot: int) -> None:
+        """Nothing to clear."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
     def self_test(self) -> None:
         """Can't fail."""
 

@@ -88,6 +88,16 @@ class CausalLM:
         self.cache.copy(source, target, start, end)
 
     @torch.inference_mode()
+    def clear_slot(self, slot: int) -> None:
+        """Zeroes the slot: a masked column has a weight of 0, and 0 times NaN is NaN."""
+        self.cache.clear(slot)
+
+    def synchronize(self) -> None:
+        """Waits for the device, which works on its own once a forward has been handed to it; a CPU is never behind."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    @torch.inference_mode()
     def self_test(self) -> None:
         """Runs one token without the cache; raises whatever the device raises."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic
 
+import torch
+
 from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.idle import AheadStats, IdleWork, SlotWork
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
@@ -72,6 +74,8 @@ class EngineStats:
     slots_used: int = 0
     running: int = 0
     waiting: int = 0
+    most_tokens: int = 0
+    """Padded tokens that a forward of several items may have: falls where the memory turns out too small."""
     ahead: AheadStats = field(default_factory=AheadStats)
 
 
@@ -195,7 +199,11 @@ class Engine(Generic[JobT]):
         """The session has its slot: the job takes part from the next step on."""
         job.work.prefill_tokens = job.session.prefix_length - job.session.cached_length
         job.work.reused_tokens = reused
-        self._method.begin(job)
+        try:
+            self._method.begin(job)
+        except Exception as error:  # noqa: BLE001 - logged and answered
+            self._fail_running(job, error)
+            return
         self._scheduler.add(job)
         if job.result is not None:
             self._finish(job)
@@ -374,6 +382,7 @@ class Engine(Generic[JobT]):
         self.stats.slots_used = self._slots.used
         self.stats.running = len(self._scheduler)
         self.stats.waiting = len(self._waiting)
+        self.stats.most_tokens = self._scheduler.most_tokens
         if self._draining and not self._sessions:
             self._call_loop(self._drained.set)
 
@@ -392,6 +401,9 @@ class Engine(Generic[JobT]):
             logger.warning("a forward of %d jobs failed; trying each alone", len(batch.jobs), exc_info=error)
             # Its frames hold what the failed forward had allocated, and it may have failed for want of memory.
             traceback.clear_frames(error.__traceback__)
+            if _is_out_of_memory(error):
+                self._scheduler.halve(batch)
+                logger.warning("out of memory: from now on %d tokens in a forward at most", self._scheduler.most_tokens)
             error = None
             for job, feed in zip(batch.jobs, batch.feeds, strict=True):
                 self._run(Batch([job], [feed]))
@@ -413,6 +425,8 @@ class Engine(Generic[JobT]):
                     ready.append(job)
             if ready:
                 self._method.consume(ready, logits)
+            else:  # nothing was read, so the device may not be done: its time, and its faults, are this forward's
+                self._lm.synchronize()
         except Exception as error:  # noqa: BLE001 - whatever a model raises; logged and answered
             return [], error
         return [job for job in ready if job.result is not None], None
@@ -453,6 +467,9 @@ class Engine(Generic[JobT]):
         self._scheduler.remove(job)
         del self._jobs[session]
         session.drop()
+        if session.slot is not None:
+            # What failed may have left keys and values that aren't finite, and they would be read, with no weight.
+            self._lm.clear_slot(session.slot)
         self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
 
     def _count(self, batch: Batch[JobT], began_ns: int, seconds: float) -> None:
@@ -499,6 +516,11 @@ def _set_exception(done: asyncio.Future[None], error: Exception) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A CPU's allocator has no type of its own for it."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _internal() -> ItemFault:

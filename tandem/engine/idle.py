@@ -38,6 +38,10 @@ class SlotWork:
         if self._ledger is not None:
             self._ledger.copied(source, target, start, end)
 
+    def clear(self, slot: int) -> None:
+        """Leaves nothing of what was computed in the slot."""
+        self._lm.clear_slot(slot)
+
 
 @dataclass(slots=True)
 class AheadStats:

@@ -84,6 +84,12 @@ class RaggedModel(Protocol):
     def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
         """Lets slot `target` hold what slot `source` holds for the tokens start to end."""
 
+    def clear_slot(self, slot: int) -> None:
+        """Leaves nothing of what was computed in the slot, which may not be finite."""
+
+    def synchronize(self) -> None:
+        """Returns once all forwards are done; raises what went wrong in them."""
+
     def self_test(self) -> None:
         """Raises if nothing can be run any more."""
 

@@ -36,6 +36,11 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("tandem_sessions", "Requests known", stats.sessions)
         yield GaugeMetricFamily("tandem_sessions_waiting", "Requests that wait for a cache slot", stats.waiting)
         yield GaugeMetricFamily("tandem_items_running", "Items admitted and not answered: the queue", stats.running)
+        yield GaugeMetricFamily(
+            "tandem_forward_tokens_limit",
+            "Most tokens in a forward of several items; falls when memory runs out",
+            stats.most_tokens,
+        )
         # A forward's size and time are summed up by the engine anyway: count and sum of a summary without quantiles.
         yield SummaryMetricFamily("tandem_batch_size", "Items in a forward", stats.forwards, stats.feeds)
         yield SummaryMetricFamily("tandem_step_seconds", "Time of a forward", stats.forwards, stats.busy_seconds)

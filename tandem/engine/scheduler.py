@@ -46,6 +46,8 @@ class Scheduler(Generic[JobT]):
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         self._jobs: dict[JobT, None] = {}
+        self.most_tokens = max(limits.decode_tokens, limits.prefill_chunk)
+        """Padded tokens of a forward of several jobs, beside the other limits: what the memory turned out to hold."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -57,6 +59,10 @@ class Scheduler(Generic[JobT]):
     def remove(self, job: JobT) -> None:
         """Takes the job out; it must not be in a step that runs."""
         self._jobs.pop(job, None)
+
+    def halve(self, batch: Batch[JobT]) -> None:
+        """The batch was too large for the memory: from now on no forward of several jobs has more than half its tokens."""
+        self.most_tokens = len(batch.feeds) * max(feed.token_ids.size for feed in batch.feeds) // 2
 
     def prefills(self) -> list[JobT]:
         """The jobs whose next feed is a chunk of prefill."""
@@ -78,6 +84,7 @@ class Scheduler(Generic[JobT]):
 
     def _fit(self, jobs: list[JobT], longest: int, budget: int) -> list[tuple[JobT, int]]:
         """The first jobs, with the size of each one's feed, that fit into the budget when padded to the widest."""
+        budget = min(budget, self.most_tokens)
         chosen: list[tuple[JobT, int]] = []
         width = 0
         for job in jobs:

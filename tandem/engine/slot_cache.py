@@ -9,6 +9,7 @@ and never read. Sliding-window layers keep the full history too, under a narrowe
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,10 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, shape: LayerShape, slots: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
-        # Zeroed, not empty: a masked column still meets a weight of 0, and 0 times garbage may be NaN.
-        self.keys = torch.zeros(slots, columns, shape.heads, shape.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(slots, columns, shape.heads, shape.value_dim, dtype=dtype, device=device)
+        self.keys = keys
+        self.values = values
         self.view: StepView | None = None
         self.is_initialized = True
 
@@ -99,8 +99,18 @@ class SlotCache(Cache):
         self.max_length = max_length
         self.columns = max_length + 1
         self.trash = max_length
+        sizes = [size for shape in shapes for size in ((shape.heads, shape.key_dim), (shape.heads, shape.value_dim))]
+        # Zeroed, not empty: a masked column still meets a weight of 0, and 0 times garbage may be NaN.
+        self._stores = {
+            size: torch.zeros(count, slots, self.columns, *size, dtype=dtype, device=device)
+            for size, count in Counter(sizes).items()
+        }
+        """[layers' keys and values, slots, columns, heads, dim] for all of one size: what is done to a slot is done to
+        all layers at once."""
+        each = {size: iter(store) for size, store in self._stores.items()}
+        stores = [next(each[size]) for size in sizes]
         self.layers: list[SlotLayer]
-        super().__init__(layers=[SlotLayer(shape, slots, self.columns, dtype, device) for shape in shapes])
+        super().__init__(layers=[SlotLayer(*pair) for pair in zip(stores[::2], stores[1::2], strict=True)])
 
     def begin(self, view: StepView) -> None:
         """Points all layers at the part of the stores that the next forward uses."""
@@ -109,11 +119,15 @@ class SlotCache(Cache):
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copies columns of one slot to another."""
-        for layer in self.layers:
-            layer.keys[target, start:end] = layer.keys[source, start:end]
-            layer.values[target, start:end] = layer.values[source, start:end]
+        for store in self._stores.values():
+            store[:, target, start:end] = store[:, source, start:end]
+
+    def clear(self, slot: int) -> None:
+        """Zeroes a slot, as all are at first."""
+        for store in self._stores.values():
+            store[:, slot].zero_()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all stores."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(store.nbytes for store in self._stores.values())

@@ -147,8 +147,8 @@ class Engines:
         drafter = ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead)
         return self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
 
-    def custom(self, lm: CausalLM, method: Any, **limits: int) -> Engine[Any]:
-        return self._start(lm, method, limits)
+    def custom(self, lm: CausalLM, method: Any, *, waiting: WaitingLimits = NO_WAITING, **limits: int) -> Engine[Any]:
+        return self._start(lm, method, limits, waiting=waiting)
 
     def stop(self) -> None:
         for engine in self._made:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_service import ahead as ahead_module
 from draft_service.ahead import DraftAhead
@@ -236,6 +237,71 @@ async def test_a_forward_that_fails_ahead_harms_nobody(engines: Engines, pair: t
     assert await eager.run("greedy", GREEDY) == lazy
     stats = eager.engine.stats
     assert (stats.ahead.failed_forwards, stats.failed_forwards, engines.deaths) == (3, 0, 0)
+
+
+async def test_planning_brings_all_positions_over_at_once(
+    engines: Engines, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every transfer waits for the device: one for all guesses, whatever the number of requests and positions."""
+    eager = Pair(engines, pair, ROWS)
+    transfers: list[torch.Tensor] = []
+    cpu, plan = torch.Tensor.cpu, DraftAhead._plan_all
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        transfers.append(tensor)
+        return cpu(tensor)
+
+    seen: list[tuple[int, int]] = []
+
+    def planned(self: DraftAhead) -> None:
+        positions, before = sum(len(job.drafted) for job in self._answered.values()), len(transfers)
+        with _NoScalars():
+            plan(self)
+        seen.append((positions, len(transfers) - before))
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    monkeypatch.setattr(DraftAhead, "_plan_all", planned)
+    items = [
+        propose_item(name, 0, random_ids(number, 9), 0, 4, sampling=SETTINGS[name])
+        for number, name in enumerate(SETTINGS)
+    ]
+    await eager.draft.ask_all(items)
+    assert eager.ahead is not None
+    await nothing_left(eager.ahead)
+    assert sum(positions for positions, _ in seen) == 16
+    assert all(count == (positions > 0) for positions, count in seen)
+    assert eager.ahead.stats.failed_forwards == 0
+
+
+class _NoScalars(TorchDispatchMode):
+    """Reading one number of a tensor, as `float` and `item` do, is a transfer too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+async def test_silent_requests_leave_their_guesses_to_others(engines: Engines) -> None:
+    """More requests than rows, each with one guess; then nothing is heard of them."""
+    now = 0.0
+    ahead = DraftAhead(2, VOCABULARY, clock=lambda: now)
+    client = Client(engines.draft(over_slots(random_model(), slots=8 + 2, max_length=60), ahead=ahead))
+
+    async def ask(name: str) -> set[str]:
+        """Whose guesses there are once it is answered."""
+        await client.ask(propose_item(name, 0, random_ids(1, 9), 0, 3, sampling=GREEDY))
+        await nothing_left(ahead)
+        return {row.owner.request_id for row in ahead._rows if row.active and row.owner is not None}
+
+    assert await ask("a") == {"a"}
+    now = 1.0
+    assert await ask("b") == {"a", "b"}
+    assert await ask("c") == {"a", "b"}  # their answers may still come
+    now = 2.5
+    assert "d" in await ask("d")
+    now = 9.0
+    assert await ask("e") == {"e"}
+    assert ahead.stats.failed_forwards == 0
 
 
 async def test_a_changed_item_is_not_answered_from_a_guess(engines: Engines, pair: tuple[Any, Any]) -> None:

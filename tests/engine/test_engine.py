@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draft_service.drafter import ModelDrafter
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, WaitingLimits
 from tandem.engine.feed import Feed
 from tandem.v1 import sampling_pb2
 from tests.engine.harness import (
@@ -80,6 +80,7 @@ async def test_the_draft_catches_up_after_rounds_without_it(engines: Engines) ->
     rounds = [3, 3, *[0] * 40, 3, 0, 3]
     _, accepted = await speculative(target, draft, "a", random_ids(1, 9), rounds, GREEDY)
     assert accepted == rounds
+    assert [answer.work.steps for answer in draft.answers if answer.work] == [3] * 4, "the prefill is the first step"
 
 
 async def test_solo_equals_crowd(engines: Engines) -> None:
@@ -361,6 +362,126 @@ async def test_a_forward_that_fails_is_survived(engines: Engines) -> None:
     answers = await client.ask_all(items)  # together, then "a" and "b" alone fail
     assert [reason(answer) for answer in answers] == ["INTERNAL", "INTERNAL", ""]
     assert reason(await client.ask(verify_item("a", 1, tokens, 0))) == ""
+
+
+async def test_what_a_failed_step_left_does_not_reach_the_next_request(engines: Engines) -> None:
+    """Keys and values that are not finite have no weight where they are masked, and 0 times NaN is NaN."""
+    model = random_model()
+    lm = over_slots(model)
+    healthy = lm.forward
+    sick = random_ids(9, 40)
+
+    def forward(feeds: Sequence[Feed]) -> torch.Tensor:
+        logits = healthy(feeds)
+        for index, feed in enumerate(feeds):
+            if np.array_equal(feed.token_ids, sick):
+                for layer in lm.cache.layers:
+                    layer.keys[feed.slot, :40] = layer.values[feed.slot, :40] = np.nan
+                logits[index] = np.nan
+        return logits
+
+    lm.forward = forward  # type: ignore[method-assign]
+    client = Client(engines.target(lm, short_feed=40))
+    bad = await client.ask(verify_item("sick", 0, sick, 0, sampling=GREEDY))
+    assert reason(bad) == "INTERNAL"
+    client.engine.release(client.stream, ["sick"])
+    prompts = {"short": random_ids(1, 5), "long": random_ids(2, 40)}  # in one forward
+    items = [verify_item(name, 0, prompt, 0, sampling=GREEDY) for name, prompt in prompts.items()]
+    for answer, prompt in zip(await client.ask_all(items), prompts.values(), strict=True):
+        assert reason(answer) == ""
+        assert [answer.result[0].outside_token_id] == plain_greedy(model, prompt, 1)
+    assert client.engine.stats.failed_forwards == 1, "none had to be run again, each job alone"
+
+
+@pytest.mark.parametrize("waited", [False, True])
+async def test_an_item_that_cannot_begin_is_answered_once(engines: Engines, waited: bool) -> None:
+    """Whether its session gets a slot at once, or after a wait."""
+
+    class Unable(ModelDrafter):
+        def begin(self, job: Any) -> None:
+            if job.session.request_id == "unable" and job.cache_epoch == 0:
+                raise ValueError("no")
+            super().begin(job)
+
+    model = random_model()
+    method = Unable(VOCABULARY, 64, 16)
+    engine = engines.custom(over_slots(model, slots=1), method, waiting=WaitingLimits(5, 30))
+    client = Client(engine)
+    prompt = random_ids(1, 9)
+    if waited:
+        await client.ask(propose_item("holder", 0, prompt, 0, 2, sampling=GREEDY))
+    unable = asyncio.create_task(client.ask(propose_item("unable", 0, prompt, 0, 2, sampling=GREEDY)))
+    await asyncio.sleep(0)
+    engine.release(client.stream, ["holder"])
+    assert reason(await unable) == "INTERNAL"
+    await settled(engine)
+    assert not engine._jobs
+    again = await client.ask(propose_item("unable", 1, prompt, 0, 2, sampling=GREEDY))
+    assert [each.token_id for each in again.result] == plain_greedy(model, prompt, 2)
+    assert [answer.cache_epoch for answer in client.answers if answer.request_id == "unable"] == [0, 1]
+    engine.release(client.stream, ["unable"])
+    assert await used(engine) == (0, 0, 0)
+
+
+async def test_a_chunk_of_prefill_is_over_before_the_next_forward(engines: Engines) -> None:
+    """On a GPU a forward returns before it is done: one whose logits are not read is waited for, in its own time."""
+    lm = over_slots(random_model(), max_length=250)
+    forward, synchronize = lm.forward, lm.synchronize
+    pending: list[Feed] = []
+    waits: list[int] = []
+
+    def launched(feeds: Sequence[Feed]) -> torch.Tensor:
+        assert not pending
+        pending.extend(feed for feed in feeds if not feed.rows)
+        return forward(feeds)
+
+    def done() -> None:
+        waits.append(len(pending))
+        pending.clear()
+        synchronize()
+
+    lm.forward, lm.synchronize = launched, done  # type: ignore[method-assign]
+    client = Client(engines.target(lm, prefill_chunk=32))
+    answer = await client.ask(verify_item("a", 0, random_ids(1, 120), 0, sampling=GREEDY))
+    assert reason(answer) == ""
+    assert waits == [1] * (answer.work.steps - 1)
+    assert len(waits) >= 3
+
+
+async def test_forwards_are_halved_when_memory_runs_out(engines: Engines) -> None:
+    lm = over_slots(random_model(), slots=8)
+    healthy = lm.forward
+    sizes: list[int] = []
+
+    def forward(feeds: Sequence[Feed]) -> torch.Tensor:
+        sizes.append(len(feeds) * max(feed.token_ids.size for feed in feeds))
+        if sizes[-1] > 30:
+            raise torch.OutOfMemoryError("out of memory")
+        return healthy(feeds)
+
+    lm.forward = forward  # type: ignore[method-assign]
+    client = Client(engines.target(lm))
+    names = [f"r{number}" for number in range(8)]
+
+    async def round_of_all(epoch: int, base: int) -> None:
+        items = [
+            verify_item(name, epoch, random_ids(1, 10), base, [5] * 8, sampling=GREEDY)
+            for number, name in enumerate(names)
+        ]
+        assert [reason(answer) for answer in await client.ask_all(items)] == [""] * 8
+
+    await round_of_all(0, 0)
+    sizes.clear()
+    await round_of_all(1, 9)
+    await round_of_all(2, 9)
+    failed = client.engine.stats.failed_forwards
+    sizes.clear()
+    await round_of_all(3, 9)
+    assert client.engine.stats.failed_forwards == failed, "the limit is known by now"
+    assert max(sizes) <= 30
+    assert max(sizes) > 9, "several still share a forward"
+    await settled(client.engine)
+    assert client.engine.stats.most_tokens <= 30
 
 
 async def test_a_dead_device_ends_the_engine(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 
@@ -96,6 +97,44 @@ def test_more_short_feeds_than_the_budget_take_turns() -> None:
         served.update(feed.slot for feed in batch.feeds)  # not run: each stays as it is
     assert set(served.values()) == {2}
     assert len(served) == 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_is_overtaken_for_long(seed: int) -> None:
+    """Wide and narrow jobs that come and stay at random, under budgets that hold a few of them: whoever runs, it is
+    served at least once in as many steps as there are jobs."""
+    chooser = random.Random(seed)
+    scheduler = schedule([], StepLimits(short_feed=17, prefill_chunk=40, decode_tokens=30))
+    waited: dict[Job, int] = {}
+    longest = 0
+    for number in range(600):
+        while len(waited) < 20 and chooser.random() < 0.6:
+            made = job(number % 64, chooser.choice([1, 2, 9, 17, 18, 60, 300]))
+            scheduler.add(made)
+            waited[made] = 0
+        batches = scheduler.plan()
+        served = {each for batch in batches for each in batch.jobs}
+        assert sum(any(each.pending > 17 for each in batch.jobs) for batch in batches) <= 1
+        for each in list(waited):
+            waited[each] = 0 if each in served else waited[each] + 1
+            longest = max(longest, waited[each])
+            if each in served and chooser.random() < 0.5:
+                scheduler.remove(each)
+                del waited[each]
+    assert 2 < longest < 20
+
+
+def test_a_forward_that_was_too_large_is_not_planned_again() -> None:
+    scheduler = schedule([job(slot, 10, rows=10) for slot in range(8)], StepLimits(short_feed=17, prefill_chunk=64))
+    [batch] = scheduler.plan()
+    scheduler.halve(batch)
+    [half] = scheduler.plan()
+    assert (len(batch.feeds), len(half.feeds)) == (8, 4)
+    scheduler.halve(half)
+    scheduler.add(job(9, 300))
+    decode, prefill = scheduler.plan()
+    assert len(decode.feeds) == 2
+    assert prefill.feeds[0].token_ids.size == 64, "one job alone goes on as before"
 
 
 def test_a_removed_job_is_not_planned() -> None:

@@ -70,6 +70,7 @@ WORKER_SERIES = {
     "tandem_batch_size_sum",
     "tandem_build_info",
     "tandem_failed_forwards_total",
+    "tandem_forward_tokens_limit",
     "tandem_forward_tokens_total",
     "tandem_forwards_total",
     "tandem_invariant_violations_total",
