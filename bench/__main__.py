@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "acceptance", help="what the pair accepts of fixed prompts, beside what it did; fails on a fall"
     )
     guard.add_argument("--record", action="store_true", help="write the numbers down instead of failing")
+    guard.add_argument("--recorded", type=Path, default=acceptance.RECORDED, metavar="FILE", help="the record")
+    guard.add_argument("--target", type=Path, default=pair.TARGET, help="folder of the target model")
+    guard.add_argument("--draft", type=Path, default=pair.DRAFT, help="folder of the draft model")
     for command in (everything, alone, both, crowd, traced, guard):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     everything.set_defaults(quick=True)
@@ -166,12 +169,13 @@ def _measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         goals += tables.pair_goals(pair_found)
         _print(console, tables.pair_tables(pair_found))
     if options.command == "acceptance":
-        rows = uvloop.run(acceptance.measure(acceptance.recorded(), pair.PairOptions(overhead=math.nan)))
+        models = pair.PairOptions(target=options.target, draft=options.draft, overhead=math.nan)
+        rows = uvloop.run(acceptance.measure(acceptance.recorded(options.recorded), models))
         results["acceptance"] = rows
         goals += tables.acceptance_goals(rows)
         _print(console, [tables.acceptance_table(rows)])
         if options.record:
-            acceptance.record(rows)
+            acceptance.record(rows, options.recorded)
     if options.command == "tracing":
         wanted = tracing_cost.TracingOptions(
             concurrency=options.requests, rounds=options.rounds, waves=options.waves, repeats=options.repeats

@@ -122,7 +122,7 @@ def test_both_are_measured_by_default(arguments: list[str], expected: list[str])
 
 
 @pytest.mark.parametrize(
-    ("accepted", "recorded", "fell"), [(0.30, 0.34, False), (0.30, 0.36, True), (0.3, None, False), (0.5, 0.3, False)]
+    ("accepted", "recorded", "fell"), [(0.30, 0.34, False), (0.30, 0.36, True), (0.3, None, True), (0.5, 0.3, False)]
 )
 def test_acceptance_falls_by_more_than_five_points(accepted: float, recorded: float | None, fell: bool) -> None:
     assert AcceptanceRow("chat T=0", accepted, accepted, recorded).fell is fell

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from bench import acceptance
 from bench.__main__ import main
-from tests.support.services import MODELS
+from bench.prompts import PROMPT_CLASSES
+from bench.services import Service
+from tests.support.forked_services import ForkedService
+from tests.support.services import MODELS, REPOSITORY
 
 
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +59,35 @@ def test_tracing(tmp_path: Path) -> None:
     cases = json.loads(file.read_text())["tracing"]["cases"]
     assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
+
+
+def forked(fault: str | None) -> Callable[..., contextlib.AbstractContextManager[Service]]:
+    """What `bench.services.running` is, with the tests' quick start, and the draft's fault."""
+
+    @contextlib.contextmanager
+    def running(name: str, _: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Service]:
+        command = ["tests.support.faulty_service", name, fault] if fault and name == "draft_service" else [name]
+        log = folder / f"{name}.log"
+        process = ForkedService(command, {**os.environ, **environment}, REPOSITORY, log)
+        service = Service(name, process, log)  # type: ignore[arg-type]
+        try:
+            yield service
+        finally:
+            service.stop()
+
+    return running
+
+
+def test_acceptance_fails_where_a_cache_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would tell: the text is right whatever the draft proposes."""
+    monkeypatch.setattr(acceptance, "PROMPT_CLASSES", PROMPT_CLASSES[:1])
+    monkeypatch.setattr(acceptance, "TEMPERATURES", (0.0,))
+    models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
+    arguments = ["acceptance", *models, "--recorded", str(tmp_path / "record.json")]
+    monkeypatch.setattr("bench.pair.running", forked(None))
+    assert main([*arguments, "--record"]) == 0
+    monkeypatch.setattr("bench.pair.running", forked("rollback_off_by_one"))
+    assert main(arguments) == 1
 
 
 def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
