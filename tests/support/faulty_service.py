@@ -1,12 +1,14 @@
 """Runs a service with a planted fault: `python -m tests.support.faulty_service MODULE FAULT`.
 
-The statistical tests must reject the output of each of these; a test that lets one through proves nothing.
+The statistical tests must reject the output of these, and alarms must tell of them; a test that lets one through proves nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,6 +111,31 @@ def penalties_inside_blocks() -> None:
     _Edits._add_penalties = wrong  # type: ignore[method-assign]
 
 
+def a_draft_gone_bad() -> None:
+    """It is slow, offers the least likely token of a support that it calls all equally likely, and now and then its books say that
+    the cache is not what it should be."""
+    from draft_service.drafter import ModelDrafter
+    from tandem.engine.slot_ledger import SlotLedger
+
+    draw, ran, feeds = ModelDrafter._draw, SlotLedger.ran, itertools.count(1)
+
+    def least_likely(self: ModelDrafter, *arguments: Any) -> Any:
+        time.sleep(0.02)
+        return [_least_likely(drafted) for drafted in draw(self, *arguments)]
+
+    def forgetful(self: SlotLedger, feed: Any) -> None:
+        ran(self, replace(feed, token_ids=feed.token_ids + 1) if next(feeds) % 25 == 0 else feed)
+
+    ModelDrafter._draw = least_likely  # type: ignore[method-assign]
+    SlotLedger.ran = forgetful  # type: ignore[method-assign]
+
+
+def _least_likely(drafted: Any) -> Any:
+    index, size = int(drafted.q.argmin()), drafted.q.size
+    even = np.full(size, 1 / size, dtype=np.float32)
+    return replace(drafted, token_id=int(drafted.support_ids[index]), q=even, index=index)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -117,6 +144,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         next_row_after_rejection,
         rollback_off_by_one,
         penalties_inside_blocks,
+        a_draft_gone_bad,
     )
 }
 

@@ -52,7 +52,7 @@ class ServiceProcess:
         self._command = [module] if fault is None else ["tests.support.faulty_service", module, fault]
         self.address = address
         self.log = log
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
         self._cold = cold
         self.process: ForkedService | subprocess.Popen[bytes] | None = None
         self.security = ClientFiles()
@@ -61,12 +61,12 @@ class ServiceProcess:
     def start(self) -> None:
         """Starts the process without waiting for it."""
         if not self._cold:
-            self.process = ForkedService(self._command, self._environment, REPOSITORY, self.log)
+            self.process = ForkedService(self._command, self.environment, REPOSITORY, self.log)
             return
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *self._command],
-                env=self._environment,
+                env=self.environment,
                 cwd=REPOSITORY,
                 stdout=output,
                 stderr=subprocess.STDOUT,
