@@ -45,6 +45,7 @@ def main() -> int:
     spec = WorkerSpec(
         service=servicer.SERVICE,
         listen_variable="TANDEM_DRAFT_LISTEN",
+        health_variable="TANDEM_DRAFT_HEALTH_LISTEN",
         model_variable="TANDEM_DRAFT_MODEL",
         add_servicer=servicer.add_to_server,
         load=load,

@@ -35,6 +35,13 @@ class DraftConfig:
         check=lambda value: not value or value.rpartition(":")[2].isdigit(),
         expected="host:port",
     )
+    health_listen: str = setting(
+        "TANDEM_DRAFT_HEALTH_LISTEN",
+        "",
+        help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
+        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        expected="host:port",
+    )
     method: str = setting(
         "TANDEM_DRAFT_METHOD",
         "model",

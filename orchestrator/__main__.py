@@ -78,6 +78,7 @@ async def serve(
     http: HttpServer | None = None
     try:
         grpc_server.bind(server, settings.listen, "TANDEM_ORCHESTRATOR_LISTEN", settings.server_files())
+        await health.serve_apart(settings.health_listen, "TANDEM_ORCHESTRATOR_HEALTH_LISTEN")
         metrics_endpoint.serve(settings.metrics_listen, registry, "TANDEM_ORCHESTRATOR_METRICS_LISTEN")
         if settings.http_listen:
             from .http import face  # only now: most of a start's time is imports
@@ -101,6 +102,7 @@ async def serve(
     # ends, and with it the connections, calls are refused as UNAVAILABLE, which is why it ends inside the event loop.
     await asyncio.gather(asyncio.sleep(LAST_WORDS_SECONDS), *([http.close()] if http is not None else []))
     await runtime.close()
+    await health.close()
     if traces is not None:
         traces.shutdown()
     log.info("stopped")

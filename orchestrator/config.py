@@ -99,6 +99,12 @@ class OrchestratorConfig:
         help="host:port for Prometheus; empty: no metrics endpoint",
         check=lambda value: not value or _address(value),
     )
+    health_listen: str = setting(
+        "TANDEM_ORCHESTRATOR_HEALTH_LISTEN",
+        "",
+        help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
+        check=lambda value: not value or _address(value),
+    )
     num_speculative_tokens: int = setting(
         "TANDEM_NUM_SPECULATIVE_TOKENS",
         4,

@@ -43,6 +43,9 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
 
 _PLAIN_TEXT = ServerFiles()
 
+LIVENESS = "liveness"
+"""The name under which health says whether the process is sound, which is all that a restart can mend."""
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -52,23 +55,49 @@ class PortError(Exception):
 
 
 class HealthSwitch:
-    """grpc.health.v1 for the server as a whole ("") and its service, always alike."""
+    """grpc.health.v1: readiness for the server as a whole ("") and its service, always alike; `LIVENESS` apart from it.
+
+    A probe of liveness asks the event loop, so one that hangs is found by its silence.
+    """
 
     def __init__(self, service: str) -> None:
         self._servicer = health.aio.HealthServicer()
         self._names = ("", service)
+        self._apart: grpc.aio.Server | None = None
         self.serving = False
 
     async def attach(self, server: grpc.aio.Server) -> None:
-        """Adds the health service, NOT_SERVING."""
+        """Adds the health service: alive, NOT_SERVING."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        await self._servicer.set(LIVENESS, SERVING)
         await self.set(serving=False)
 
+    async def serve_apart(self, listen: str, variable: str) -> None:
+        """Serves health, and nothing else, in plain text at host:port, for probes that speak no TLS; not at all if
+        `listen` is empty. Raises PortError."""
+        if not listen:
+            return
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        _listen(server, listen, variable, None)
+        await server.start()
+        self._apart = server
+
     async def set(self, *, serving: bool) -> None:
-        """Switches both names."""
+        """Switches readiness."""
         self.serving = serving
         for name in self._names:
             await self._servicer.set(name, SERVING if serving else NOT_SERVING)
+
+    async def set_dead(self) -> None:
+        """Neither ready nor alive any more."""
+        await self.set(serving=False)
+        await self._servicer.set(LIVENESS, NOT_SERVING)
+
+    async def close(self) -> None:
+        """Ends what `serve_apart` began."""
+        if self._apart is not None:
+            await self._apart.stop(None)
 
 
 def add_reflection(server: grpc.aio.Server, service: str) -> None:
@@ -83,6 +112,15 @@ def bind(server: grpc.aio.Server, address: str, variable: str, files: ServerFile
     Raises PortError that names the variable, ConfigError where the files can't be used.
     """
     credentials = files.credentials()
+    port = _listen(server, address, variable, credentials)
+    if credentials is None and not _is_loopback(address):
+        log.warning(
+            "%s: %s is open to other machines, in plain text: TANDEM_TLS_CERTIFICATE is not set", variable, address
+        )
+    return port
+
+
+def _listen(server: grpc.aio.Server, address: str, variable: str, credentials: grpc.ServerCredentials | None) -> int:
     problem = f"{variable}: can't listen on {address!r}: the port is in use, or the address is not this machine's"
     try:
         if credentials is None:
@@ -93,10 +131,6 @@ def bind(server: grpc.aio.Server, address: str, variable: str, files: ServerFile
         raise PortError(problem) from error
     if port == 0:
         raise PortError(problem)
-    if credentials is None and not _is_loopback(address):
-        log.warning(
-            "%s: %s is open to other machines, in plain text: TANDEM_TLS_CERTIFICATE is not set", variable, address
-        )
     return port
 
 

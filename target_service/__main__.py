@@ -53,6 +53,7 @@ def main() -> int:
     spec = WorkerSpec(
         service=servicer.SERVICE,
         listen_variable="TANDEM_TARGET_LISTEN",
+        health_variable="TANDEM_TARGET_HEALTH_LISTEN",
         model_variable="TANDEM_TARGET_MODEL",
         add_servicer=servicer.add_to_server,
         load=load,

@@ -35,6 +35,13 @@ class TargetConfig:
         check=lambda value: not value or value.rpartition(":")[2].isdigit(),
         expected="host:port",
     )
+    health_listen: str = setting(
+        "TANDEM_TARGET_HEALTH_LISTEN",
+        "",
+        help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
+        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        expected="host:port",
+    )
     model: str = setting("TANDEM_TARGET_MODEL", help="name on the hub, or folder, of the target model", check=bool)
     revision: str = setting("TANDEM_TARGET_REVISION", "main", help="branch, tag or commit of the model on the hub")
     device: str = setting("TANDEM_TARGET_DEVICE", "auto", help="cpu, cuda, cuda:1, ...; auto: cuda if there, else cpu")

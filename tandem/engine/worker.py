@@ -121,6 +121,8 @@ class WorkerConfig(Protocol):
     @property
     def tls_client_ca(self) -> str: ...
     @property
+    def health_listen(self) -> str: ...
+    @property
     def drain_seconds(self) -> float: ...
     @property
     def max_speculative_tokens(self) -> int: ...
@@ -133,6 +135,7 @@ class WorkerSpec:
     service: str
     """Full name of the gRPC service."""
     listen_variable: str
+    health_variable: str
     model_variable: str
     add_servicer: Callable[[WorkerState, grpc.aio.Server], None]
     load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]
@@ -151,6 +154,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
     try:
         files = ServerFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
         port = grpc_server.bind(server, config.listen, spec.listen_variable, files)
+        await health.serve_apart(config.health_listen, spec.health_variable)
         if observer is not None:
             observer.serve_metrics(state.engine_stats)
     except (grpc_server.PortError, ConfigError) as error:
@@ -171,7 +175,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
     except ModelError as error:
         return _give_up(f"{spec.model_variable}: {error}")
     finally:
-        await server.stop(_CLOSE_SECONDS)
+        await asyncio.gather(server.stop(_CLOSE_SECONDS), health.close())
         if state.loaded is not None:
             state.loaded.engine.stop()
         if observer is not None:
@@ -189,7 +193,7 @@ async def _load(
     tasks: set[asyncio.Task[None]] = set()
 
     def on_death() -> None:
-        tasks.add(loop.create_task(health.set(serving=False)))
+        tasks.add(loop.create_task(health.set_dead()))
         state.end_streams("the engine died")
 
     def load() -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import redis
 
+from tandem.grpc_server import LIVENESS
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import Generation, gather, generate, request
@@ -106,6 +107,7 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
         assert time.monotonic() - started < 30
         assert not stack.orchestrator.serving()
+        assert stack.orchestrator.serving(LIVENESS)  # a restart would bring back no target
 
 
 def test_the_store_goes_away_and_nothing_is_half_committed(stack: Stack, channel: grpc.Channel) -> None:
@@ -164,6 +166,7 @@ def test_sigterm_drains_the_orchestrator(stack: Stack, channel: grpc.Channel) ->
         stack.orchestrator.signal(signal.SIGTERM)
         time.sleep(0.2)
         assert not stack.orchestrator.serving()
+        assert stack.orchestrator.serving(LIVENESS)
         with pytest.raises(grpc.RpcError) as caught:
             generate(channel, PROMPT, **FIELDS)
         refused.append(caught.value.code())  # type: ignore[attr-defined]

@@ -24,7 +24,9 @@ from tandem.client import (
     UnauthenticatedError,
     UnavailableError,
 )
+from tandem.grpc_server import LIVENESS
 from tandem.transport_security import ClientFiles
+from tandem.v1 import draft_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, target_pb2_grpc
 from tests.support.authority import Authority, server_context
 from tests.support.redis_servers import kinds
 from tests.support.services import MODELS, Stack, free_port, running_stack
@@ -34,6 +36,11 @@ HOST = "127.0.0.1"
 ALICE, BOB = "token-of-alice-1234567890", "token-of-bob-0987654321"
 PASSWORD = "password-of-the-store"
 PROMPT = "an unmistakable zyzzyva of a prompt"
+SERVICES: dict[str, Callable[[grpc.Channel], Any]] = {
+    "orchestrator": lambda channel: orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate,
+    "draft": lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose,
+    "target": lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify,
+}
 OPTIONS = GenerationOptions(max_tokens=12, temperature=0.0, ignore_eos=True, num_speculative_tokens=2)
 
 
@@ -51,6 +58,8 @@ class Deployment:
     store_context: ssl.SSLContext
     folder: Path
     http_address: str
+    health: dict[str, str]
+    """By role: where probes ask in plain text."""
 
     def http(self, files: ClientFiles, token: str | None = ALICE) -> httpx2.Client:
         context = ssl.create_default_context(cafile=files.ca)
@@ -74,6 +83,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     callers = folder / "callers.toml"
     _callers(callers)
     http_address = f"{HOST}:{free_port()}"
+    health = {role: f"{HOST}:{free_port()}" for role in ("orchestrator", "draft", "target")}
     server = kinds()[0].create(folder / "redis")
     server.start()
     server.command("CONFIG", "SET", "requirepass", PASSWORD)
@@ -93,10 +103,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             "TANDEM_CALLERS_FILE": str(callers),
             "TANDEM_LOG_LEVEL": "DEBUG",
             "TANDEM_HTTP_LISTEN": http_address,
+            **{f"TANDEM_{role.upper()}_HEALTH_LISTEN": address for role, address in health.items()},
         }
         files = authority.client("caller", "caller.example")
         with running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, security=files) as stack:
-            yield Deployment(stack, authority, callers, redis, store_context, folder, http_address)
+            yield Deployment(stack, authority, callers, redis, store_context, folder, http_address, health)
 
 
 def _text(client: TandemClient, **fields: Any) -> str:
@@ -142,6 +153,19 @@ def test_strangers_get_in_nowhere(deployment: Deployment, role: str) -> None:
         with channel, pytest.raises(grpc.RpcError) as caught:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE, name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("role", ["orchestrator", "draft", "target"])
+def test_probes_are_answered_in_plain_text_and_nothing_else_is(deployment: Deployment, role: str) -> None:
+    with grpc.insecure_channel(deployment.health[role]) as channel:
+        for name in ("", LIVENESS):
+            request = health_pb2.HealthCheckRequest(service=name)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        message = orchestrator_pb2.GenerateRequest() if role == "orchestrator" else iter(())
+        with pytest.raises(grpc.RpcError) as caught:
+            next(SERVICES[role](channel)(message, timeout=5))
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("token", ["", "token-of-nobody-1234567890", ALICE + "x", ALICE[:-1]])

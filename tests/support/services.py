@@ -85,11 +85,13 @@ class ServiceProcess:
             time.sleep(0.05)
         raise AssertionError(f"{self.module} does not serve:\n{self.log.read_text()[-3000:]}")
 
-    def serving(self) -> bool:
-        """One health check."""
+    def serving(self, name: str = "") -> bool:
+        """One health check, of readiness unless another name is given."""
         with self.channel() as channel:
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service=name), timeout=2
+                )
             except grpc.RpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.config import settings_of
+from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2_grpc, worker_pb2
 from target_service.config import TargetConfig
 from tests.engine.harness import GREEDY, propose_item, verify_item
@@ -37,6 +38,7 @@ def first_health(address: str) -> int:
 def test_ready_only_when_the_model_has_run(start_worker: StartWorker) -> None:
     process = start_worker(cold=True)
     assert first_health(process.address) == NOT_SERVING
+    assert process.serving(LIVENESS)
     with grpc.insecure_channel(process.address) as channel:
         with pytest.raises(grpc.RpcError) as info:
             target_pb2_grpc.TargetServiceStub(channel).GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=10)

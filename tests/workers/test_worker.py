@@ -19,6 +19,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.faults import ModelError
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.worker import Loaded, WorkerSpec, serve
+from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service import servicer
 from target_service.verifier import Verifier
@@ -35,12 +36,14 @@ class Config:
     tls_certificate: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
+    health_listen: str = ""
 
 
 def spec(load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]) -> WorkerSpec:
     return WorkerSpec(
         service=servicer.SERVICE,
         listen_variable="TANDEM_TARGET_LISTEN",
+        health_variable="TANDEM_TARGET_HEALTH_LISTEN",
         model_variable="TANDEM_TARGET_MODEL",
         add_servicer=servicer.add_to_server,
         load=load,
@@ -59,9 +62,9 @@ async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
 
-        async def wait_for(status: Any) -> None:
+        async def wait_for(status: Any, name: str = "") -> None:
             for _ in range(200):
-                answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), wait_for_ready=True)
                 if answer.status == status:
                     return
                 await asyncio.sleep(0.02)
@@ -77,6 +80,7 @@ async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             assert "the engine died" in str(raised.value.details())
         await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING, LIVENESS)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(worker, 4) == 0
 
