@@ -87,7 +87,8 @@ FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Tandem" \
       org.opencontainers.image.description="Exact speculative decoding as three gRPC services" \
       org.opencontainers.image.version="0.1.0" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      tandem.packages="/opt/tandem/packages.txt"
 # The advice is about the torch that the orchestrator does well without.
 ENV PATH=/opt/tandem/bin:$PATH \
     HOME=/tmp \
@@ -100,7 +101,7 @@ USER 10001:10001
 
 FROM runtime AS orchestrator
 COPY --from=build-orchestrator /opt/tandem /opt/tandem
-EXPOSE 50051 8000 9090
+EXPOSE 50050 50051 8000 9090
 CMD ["python", "-m", "orchestrator"]
 
 FROM orchestrator AS orchestrator-demo
@@ -108,7 +109,7 @@ COPY --from=models /tokenizer /models
 
 FROM runtime AS worker-cpu
 COPY --from=build-worker-cpu /opt/tandem /opt/tandem
-EXPOSE 50052 50053
+EXPOSE 50050 50052 50053 9090
 CMD ["python", "-m", "target_service"]
 
 FROM worker-cpu AS worker-cpu-demo
@@ -116,7 +117,7 @@ COPY --from=models /models /models
 
 FROM runtime AS worker-cuda
 COPY --from=build-worker-cuda /opt/tandem /opt/tandem
-EXPOSE 50052 50053
+EXPOSE 50050 50052 50053 9090
 # What NVIDIA's container runtime mounts into the container.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 CMD ["python", "-m", "target_service"]

@@ -27,10 +27,13 @@ def build_app(
     recorders: Recorders,
     callers: Callers,
     model: ServedModel,
-    registry: CollectorRegistry,
+    registry: CollectorRegistry | None,
     ready: Callable[[], bool],
 ) -> Starlette:
-    """The application; `ready` says what gRPC health says. All but that and the page is for known callers, where there are such."""
+    """The application; `ready` says what gRPC health says. All but that and the page is for known callers, where there are such.
+
+    Without a registry there is no /metrics.
+    """
 
     async def models(request: Request) -> Response:
         with callers.admit(request.headers.items()):
@@ -44,10 +47,6 @@ def build_app(
     async def health(_: Request) -> Response:
         serving = ready()
         return JSONResponse({"status": "ready" if serving else "not ready"}, 200 if serving else 503)
-
-    async def metrics(request: Request) -> Response:
-        with callers.admit(request.headers.items()):
-            return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
     shown = page.load()
 
@@ -64,7 +63,7 @@ def build_app(
             Route("/v1/models/{name:path}", one_model),
             Route("/", show),
             Route("/healthz", health),
-            Route("/metrics", metrics),
+            *([_metrics(registry, callers)] if registry is not None else []),
         ],
         exception_handlers={
             HttpFailure: _tell,
@@ -73,6 +72,14 @@ def build_app(
             Exception: _tell_internal,
         },
     )
+
+
+def _metrics(registry: CollectorRegistry, callers: Callers) -> Route:
+    async def metrics(request: Request) -> Response:
+        with callers.admit(request.headers.items()):
+            return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Route("/metrics", metrics)
 
 
 async def _tell(_: Request, failure: Exception) -> Response:

@@ -28,5 +28,7 @@ def start(
     """Listens as the settings say; raises PortError."""
     listener = bind(settings.http_listen, "TANDEM_HTTP_LISTEN", settings.reader_timeout_seconds)
     model = ServedModel(runtime, settings.served_model_name)
-    app = build_app(generations, recorders, runtime.callers, model, registry, ready)
+    # Where metrics have a port of their own, whoever may call need not see them.
+    exposed = None if settings.metrics_listen else registry
+    app = build_app(generations, recorders, runtime.callers, model, exposed, ready)
     return HttpServer(app, listener, settings.server_files(), CLOSE_SECONDS)

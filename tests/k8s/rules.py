@@ -14,6 +14,7 @@ from typing import Any
 from draft_service.config import DraftConfig
 from orchestrator.config import OrchestratorConfig
 from tandem import config
+from tandem.grpc_server import LIVENESS
 from tandem.v1 import draft_pb2, orchestrator_pb2, target_pb2
 from target_service.config import TargetConfig
 
@@ -29,7 +30,7 @@ GRPC_SERVICES = {
     "draft_service": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
     "target_service": target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
 }
-MADE_BY_HAND = {"tandem-redis"}
+MADE_BY_HAND = {"tandem-redis", "tandem-public-tls"}
 """Secrets that docs/operations.md tells an operator to make."""
 PUBLIC_PORTS = [{"port": "grpc"}, {"port": "http"}]
 """Of the orchestrator."""
@@ -109,6 +110,14 @@ class Cluster:
         """Workloads whose pods have these labels."""
         return [item for item in self.workloads() if labels.items() <= template(item)["metadata"]["labels"].items()]
 
+    def secrets(self) -> dict[str, Object]:
+        """The certificates that cert-manager makes, by the name of the Secret that it puts each into."""
+        return {item["spec"]["secretName"]: item for item in self.of("Certificate")}
+
+    def service(self, module: str) -> Container:
+        """The container that runs it."""
+        return next(container for container in self.containers() if container.module == module)
+
     def environment(self, container: Container) -> dict[str, str]:
         """What the container sees; the value of a Secret is a stand-in."""
         values: dict[str, str] = {}
@@ -185,6 +194,9 @@ def volume_references(cluster: Cluster) -> Iterator[str]:
         for volume in volumes.values():
             if "configMap" in volume and ("ConfigMap", volume["configMap"]["name"]) not in cluster.by_name:
                 yield f"{name_of(workload)}: no ConfigMap {volume['configMap']['name']}"
+            secret = volume.get("secret", {}).get("secretName")
+            if secret and secret not in cluster.secrets() | dict.fromkeys(MADE_BY_HAND):
+                yield f"{name_of(workload)}: nobody makes Secret {secret}"
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             if claim and ("PersistentVolumeClaim", claim) not in cluster.by_name:
                 yield f"{name_of(workload)}: no PersistentVolumeClaim {claim}"
@@ -355,11 +367,20 @@ def _probe_faults(container: Container, kind: str, probe: Object) -> Iterator[st
             yield f"{container.where}: {kind} asks port {probe[action]['port']}, which is not there"
     if probe and probe.get("timeoutSeconds", 1) > probe.get("periodSeconds", 10):
         yield f"{container.where}: {kind} may take longer than its period"
-    service = probe.get("grpc", {}).get("service")
-    if service is not None and (container.module is None or service != GRPC_SERVICES[container.module]):
-        yield f"{container.where}: {kind} asks for {service}"
-    if container.module == "orchestrator" and kind != "readinessProbe" and "grpc" in probe:
-        yield f"{container.where}: {kind} would restart it whenever the target or Redis is away"
+    if container.module is not None and probe:
+        wanted = _PROBED.get((container.module, kind), GRPC_SERVICES[container.module])
+        asked = probe.get("grpc", {}).get("service")
+        if asked != wanted:
+            yield f"{container.where}: {kind} asks for {asked}, not {wanted}"
+        if probe.get("grpc", {}).get("port") != container.ports().get("health"):
+            yield f"{container.where}: {kind} asks a port that may speak TLS"
+
+
+_PROBED = {
+    # Restarting an orchestrator brings back neither a target nor Redis.
+    ("orchestrator", "startupProbe"): LIVENESS,
+    **{(module, "livenessProbe"): LIVENESS for module in CONFIGS},
+}
 
 
 @rule
@@ -436,6 +457,93 @@ def _listen_faults(container: Container, variable: str, value: str) -> Iterator[
         yield f"{container.where}: {variable}={value} can't be reached from another pod"
     if int(port) not in container.ports():
         yield f"{container.where}: {variable}={value}, but no such container port"
+
+
+@rule
+def encryption(cluster: Cluster) -> Iterator[str]:
+    """Both ends of an edge speak TLS or neither does, with files that are there and names that are compared."""
+    for container in cluster.containers():
+        if container.module is not None:
+            yield from _file_faults(cluster, container)
+    orchestrator = cluster.environment(cluster.service("orchestrator"))
+    encrypts = "TANDEM_TLS_WORKER_CA" in orchestrator
+    for role in ("draft", "target"):
+        environment = cluster.environment(cluster.service(f"{role}_service"))
+        if ("TANDEM_TLS_CERTIFICATE" in environment) != encrypts:
+            yield f"{role}: one end of its edge to the orchestrator speaks TLS and the other doesn't"
+        if ("TANDEM_TLS_CLIENT_CA" in environment) != ("TANDEM_TLS_WORKER_CERTIFICATE" in orchestrator):
+            yield f"{role}: wants a certificate that isn't shown, or isn't wanted"
+        certificate = cluster.secrets().get(f"{role}-tls")
+        host = orchestrator[f"TANDEM_{role.upper()}_ADDRESSES"].rpartition(":")[0]
+        if certificate is not None and host not in certificate["spec"]["dnsNames"]:
+            yield f"{role}: its certificate has not the name {host}"
+
+
+def _file_faults(cluster: Cluster, container: Container) -> Iterator[str]:
+    """Each file that a setting names is a key of a Secret that is mounted there."""
+    secrets = {item["name"]: item["secret"]["secretName"] for item in container.pod["volumes"] if "secret" in item}
+    mounts = {mount["mountPath"]: secrets.get(mount["name"]) for mount in container.spec["volumeMounts"]}
+    for variable, path in cluster.environment(container).items():
+        if variable.startswith("TANDEM_TLS_"):
+            folder, _, key = path.rpartition("/")
+            if mounts.get(folder) is None or key not in ("ca.crt", "tls.crt", "tls.key"):
+                yield f"{container.where}: {variable}: nothing mounts {path}"
+
+
+@rule
+def certificates(cluster: Cluster) -> Iterator[str]:
+    """Certificates are custom resources, whose schema the validator doesn't have."""
+    for certificate in cluster.of("Certificate"):
+        issuer = certificate["spec"]["issuerRef"]
+        if (issuer["kind"], issuer["name"]) not in cluster.by_name:
+            yield f"{name_of(certificate)}: no {issuer['kind']} {issuer['name']}"
+        client = certificate["metadata"]["name"] == "orchestrator"
+        usages = set(certificate["spec"].get("usages", []))
+        if not certificate["spec"].get("isCA") and (("client auth" in usages) != client or "server auth" not in usages):
+            yield f"{name_of(certificate)}: used for {sorted(usages)}"
+    for issuer in cluster.of("Issuer"):
+        secret = issuer["spec"].get("ca", {}).get("secretName")
+        if secret and not cluster.secrets().get(secret, {"spec": {}})["spec"].get("isCA"):
+            yield f"{name_of(issuer)}: no CA in Secret {secret}"
+
+
+@rule
+def routes(cluster: Cluster) -> Iterator[str]:
+    """Routes are custom resources, too. A route of either kind leads to a port that speaks its protocol, in plain text."""
+    hosts: dict[str, str] = {}
+    for route in cluster.of("GRPCRoute", "HTTPRoute"):
+        for host in route["spec"]["hostnames"]:
+            if hosts.setdefault(host, route["kind"]) != route["kind"]:
+                yield f"{name_of(route)}: {host} has routes of both kinds"
+        for parent in route["spec"]["parentRefs"]:
+            gateway = cluster.by_name.get(("Gateway", parent["name"]), {"spec": {"listeners": []}})
+            listeners = {item["name"]: item["hostname"] for item in gateway["spec"]["listeners"]}
+            if listeners.get(parent["sectionName"]) not in route["spec"]["hostnames"]:
+                yield f"{name_of(route)}: no listener {parent['sectionName']} for its host name"
+        for entry in route["spec"]["rules"]:
+            yield from _backend_faults(cluster, route, entry)
+    for gateway in cluster.of("Gateway"):
+        for listener in gateway["spec"]["listeners"]:
+            for reference in listener["tls"]["certificateRefs"]:
+                if reference["name"] not in cluster.secrets() | dict.fromkeys(MADE_BY_HAND):
+                    yield f"{name_of(gateway)}: nobody makes Secret {reference['name']}"
+
+
+_PROTOCOLS = {"GRPCRoute": "kubernetes.io/h2c", "HTTPRoute": "http"}
+
+
+def _backend_faults(cluster: Cluster, route: Object, entry: Object) -> Iterator[str]:
+    for match in entry["matches"]:
+        service = match.get("method", {}).get("service")
+        if service is not None and service != GRPC_SERVICES["orchestrator"]:
+            yield f"{name_of(route)}: no gRPC service {service}"
+    for backend in entry["backendRefs"]:
+        service = cluster.by_name.get(("Service", backend["name"]), {"spec": {"ports": []}})
+        spoken = {port["port"]: port.get("appProtocol") for port in service["spec"]["ports"]}
+        if spoken.get(backend["port"]) != _PROTOCOLS[route["kind"]]:
+            yield f"{name_of(route)}: {backend['name']}:{backend['port']} is not there, or speaks {spoken.get(backend['port'])}"
+    if "TANDEM_TLS_CERTIFICATE" in cluster.environment(cluster.service("orchestrator")):
+        yield f"{name_of(route)}: the orchestrator speaks TLS, and the gateway doesn't to it"
 
 
 @rule

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kubernetes_validate
@@ -15,22 +16,47 @@ import yaml
 from kubernetes_validate import utils
 
 from tandem import config
+from tests.k8s.default_settings import LEFT_AS_THEY_ARE
 from tests.k8s.kubectl import REPOSITORY, Object, build, kubectl
 from tests.k8s.rules import CONFIGS, Cluster, faults, quantity
 
 K8S = REPOSITORY / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
+ADDING = ("apiVersion", "kind", "resources")
+"""What a kustomization that changes nothing consists of."""
 VERSIONS = sorted(kubernetes_validate.utils.all_versions(), key=lambda text: tuple(map(int, text.split("."))))[-3:]
-CUSTOM_RESOURCES = {"ServiceMonitor", "PrometheusRule"}
+CUSTOM_RESOURCES = {
+    *("ServiceMonitor", "PrometheusRule"),
+    *("Certificate", "Issuer"),
+    *("Gateway", "GRPCRoute", "HTTPRoute"),
+}
 """Kinds whose schema comes from an operator; our rules look at them."""
 
 
+def kustomization(*folder: str) -> Object:
+    """What a folder's kustomization says."""
+    content: Object = yaml.safe_load(K8S.joinpath(*folder, "kustomization.yaml").read_text())
+    return content
+
+
 def combinations() -> Iterator[tuple[str, ...]]:
-    """None, each one, each pair, all: what two components do to each other shows in their pair."""
-    yield ()
-    for size in (1, 2, len(COMPONENTS)):
-        yield from itertools.combinations(COMPONENTS, size)
+    """What is built, then the components on top of it.
+
+    On the base none, each one, all, and each pair of those that change something: what two components do to each other shows in their
+    pair, and those that only add resources can't do more to another than take its names. On an overlay each one that it hasn't, and all of
+    them.
+    """
+    changing = [name for name in COMPONENTS if kustomization("components", name).keys() - {*ADDING}]
+    yield ("base",)
+    yield from (("base", name) for name in COMPONENTS)
+    yield from (("base", *pair) for pair in itertools.combinations(changing, 2))
+    yield ("base", *COMPONENTS)
+    for overlay in OVERLAYS:
+        has = kustomization("overlays", overlay)["components"]
+        missing = [name for name in COMPONENTS if f"../../components/{name}" not in has]
+        for chosen in (*((name,) for name in missing), tuple(missing)):
+            yield (f"overlays/{overlay}", *chosen)
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +66,39 @@ def overlays() -> dict[str, list[Object]]:
 
 @pytest.fixture(scope="module")
 def combined(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], list[Object]]:
-    return {chosen: _build_combination(chosen, tmp_path_factory.mktemp("k8s")) for chosen in combinations()}
+    chosen = list(combinations())
+    folders = [tmp_path_factory.mktemp("k8s") for _ in chosen]
+    with ThreadPoolExecutor(2) as builders:
+        return dict(zip(chosen, builders.map(build_combination, chosen, folders), strict=True))
 
 
-def _build_combination(chosen: tuple[str, ...], folder: Path) -> list[Object]:
+def build_combination(chosen: tuple[str, ...], folder: Path) -> list[Object]:
+    """The objects of `combinations`' item."""
     relative = Path(os.path.relpath(K8S, folder))
-    kustomization = {
+    content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": "tandem",
-        "resources": [str(relative / "base")],
-        "components": [str(relative / "components" / name) for name in chosen],
+        "resources": [str(relative / chosen[0])],
+        "components": [str(relative / "components" / name) for name in chosen[1:]],
     }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return build(folder)
 
 
 def test_kubectl_is_at_hand() -> None:
     assert Path(kubectl()).exists()
+
+
+def test_every_setting_is_in_the_manifests_or_left_as_it_is(
+    overlays: dict[str, list[Object]], combined: dict[tuple[str, ...], list[Object]]
+) -> None:
+    """A new setting is decided on here: manifests set it, or its default suits a cluster as well."""
+    clusters = [Cluster(objects) for objects in (*overlays.values(), *combined.values())]
+    for module, service in CONFIGS.items():
+        known = {item.variable for item in config.settings_of(service).values()}
+        given = {name for cluster in clusters for name in cluster.environment(cluster.service(module))}
+        assert known - given == LEFT_AS_THEY_ARE[module]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

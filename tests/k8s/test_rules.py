@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.kubectl import Object, build
+from tests.k8s.kubectl import Object
 from tests.k8s.rules import RULES, faults, quantity
-from tests.k8s.test_manifests import K8S
+from tests.k8s.test_manifests import build_combination
 
 
 @pytest.fixture(scope="module")
-def good() -> list[Object]:
-    objects = build(K8S / "overlays" / "production")
+def good(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    objects = build_combination(("overlays/production", "gateway"), tmp_path_factory.mktemp("good"))
     assert faults(objects) == []
     return objects
 
@@ -48,6 +48,10 @@ def _on_cpu(build: Build) -> None:
     build.settings("target").update(TANDEM_TARGET_DEVICE="cpu", TANDEM_TARGET_THREADS="16")
     for kind in ("requests", "limits"):
         del build.container("StatefulSet", "target")["resources"][kind]["nvidia.com/gpu"]
+
+
+def _rule(build: Build, kind: str) -> Any:
+    return build(kind, "orchestrator")["spec"]["rules"][0]
 
 
 ORCHESTRATOR, TARGET, DRAFT = ("Deployment", "orchestrator"), ("StatefulSet", "target"), ("StatefulSet", "draft")
@@ -90,7 +94,33 @@ FAULTS = [
     broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(port=50051)),
     broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(service="tandem.v1.Target")),
     broken("probes", lambda b: b.container(*TARGET).pop("startupProbe")),
-    broken("probes", lambda b: b.container(*ORCHESTRATOR)["livenessProbe"].update(grpc={"port": 50051})),
+    broken("probes", lambda b: b.container(*ORCHESTRATOR)["livenessProbe"].update(grpc={"port": 50050})),
+    broken(
+        "probes",
+        lambda b: b.container(*ORCHESTRATOR)["livenessProbe"]["grpc"].update(service="tandem.v1.OrchestratorService"),
+    ),
+    broken("probes", lambda b: b.container(*DRAFT)["readinessProbe"]["grpc"].update(service="liveness")),
+    broken("volume_references", lambda b: b.pod(*DRAFT)["volumes"][-1].update(secret={"secretName": "x"})),
+    broken("encryption", lambda b: b.settings("target").pop("TANDEM_TLS_CERTIFICATE")),
+    broken("encryption", lambda b: b.settings("draft").pop("TANDEM_TLS_CLIENT_CA")),
+    broken("encryption", lambda b: b.settings("draft").update(TANDEM_TLS_CLIENT_CA="/tls/authority.crt")),
+    broken("encryption", lambda b: b.settings("orchestrator").update(TANDEM_TLS_WORKER_KEY="/secrets/tls.key")),
+    broken("encryption", lambda b: b("Certificate", "target")["spec"].update(dnsNames=["targets"])),
+    broken("certificates", lambda b: b("Certificate", "target")["spec"]["issuerRef"].update(name="bootstrapping")),
+    broken("certificates", lambda b: b("Certificate", "draft")["spec"]["usages"].append("client auth")),
+    broken("certificates", lambda b: b("Certificate", "orchestrator")["spec"]["usages"].remove("client auth")),
+    broken("certificates", lambda b: b("Issuer", "tandem")["spec"]["ca"].update(secretName="target-tls")),
+    broken("routes", lambda b: b("HTTPRoute", "orchestrator")["spec"].update(hostnames=["grpc.tandem.example.com"])),
+    broken("routes", lambda b: b("GRPCRoute", "orchestrator")["spec"]["parentRefs"][0].update(sectionName="http")),
+    broken("routes", lambda b: _rule(b, "GRPCRoute")["matches"][0]["method"].update(service="tandem.v1.Generate")),
+    broken("routes", lambda b: _rule(b, "GRPCRoute")["backendRefs"][0].update(port=8000)),
+    broken("routes", lambda b: _rule(b, "HTTPRoute")["backendRefs"][0].update(name="target")),
+    broken("routes", lambda b: b.objects.remove(b("Gateway", "tandem"))),
+    broken(
+        "routes",
+        lambda b: b("Gateway", "tandem")["spec"]["listeners"][0]["tls"].update(certificateRefs=[{"name": "x"}]),
+    ),
+    broken("routes", lambda b: b.settings("orchestrator").update(TANDEM_TLS_CERTIFICATE="/tls/tls.crt")),
     broken("grace", lambda b: b.pod(*TARGET).update(terminationGracePeriodSeconds=60)),
     broken("grace", lambda b: b.settings("orchestrator").update(TANDEM_DRAIN_SECONDS="67")),
     broken("images", lambda b: b.container(*TARGET).update(image="tandem-worker:latest")),

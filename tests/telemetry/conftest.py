@@ -22,6 +22,8 @@ class Observed:
     collector: Collector
     metrics: dict[str, str]
     """Address by service."""
+    http: str
+    """Where the orchestrator answers HTTP."""
 
     def scrape(self, service: str) -> Scrape:
         return scrape(self.metrics[service])
@@ -31,6 +33,7 @@ class Observed:
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     folder = tmp_path_factory.mktemp("observed")
     metrics = {service: f"127.0.0.1:{free_port()}" for service in ("orchestrator", "draft", "target")}
+    http = f"127.0.0.1:{free_port()}"
     with running_collector() as (collector, endpoint):
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
@@ -38,10 +41,11 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             "TANDEM_LOG_FORMAT": "json",
             "TANDEM_LOG_LEVEL": "DEBUG",
             "TANDEM_TARGET_RETRY_SECONDS": "120",
+            "TANDEM_HTTP_LISTEN": http,
             **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
         }
         with (
             running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
             grpc.insecure_channel(stack.orchestrator.address) as channel,
         ):
-            yield Observed(stack, channel, collector, metrics)
+            yield Observed(stack, channel, collector, metrics, http)

@@ -9,6 +9,7 @@ from collections.abc import Container
 from importlib import metadata
 
 import grpc
+import httpx2
 import pytest
 
 from orchestrator.completion import FinishReason
@@ -112,6 +113,12 @@ def mixed_requests(natural: Generation) -> list[object]:
     gammas = [{"num_speculative_tokens": gamma} for gamma in (0, 1, 8)]
     fields = [{"temperature": 0.0, "max_tokens": 24, **each} for each in (*ends, *stop_ids, *stops, *lengths, *gammas)]
     return [request(PROMPT, **each) for each in fields]
+
+
+def test_callers_see_no_metrics_where_these_have_a_port_of_their_own(observed: Observed) -> None:
+    with httpx2.Client(base_url=f"http://{observed.http}", trust_env=False) as http:
+        assert http.get("/healthz").status_code == 200
+        assert http.get("/metrics").status_code == 404
 
 
 def test_the_named_series_are_there(observed: Observed) -> None:
