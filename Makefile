@@ -131,6 +131,7 @@ endef
 # IMAGES      targets of the Dockerfile
 # IMAGE_ARGS  passed on to podman or docker
 # OVERLAY     a folder of k8s/overlays
+# COMPONENTS  folders of k8s/components that `make kube-demo` adds to the overlay cpu-demo
 # NAMESPACE   where `make smoke` looks
 IMAGES     ?= orchestrator worker-cpu orchestrator-demo worker-cpu-demo
 IMAGE_ARGS ?=
@@ -144,7 +145,7 @@ images: ## build the images with podman or docker
 	@IMAGE_ARGS='$(IMAGE_ARGS)' k8s/build-images.sh $(IMAGES)
 
 kube-demo: $(INSTALL) ## play the demo's manifests with podman, with the draft and after it was killed
-	@$(BIN)/python k8s/kube_demo.py $(KUBECTL)
+	@$(BIN)/python k8s/kube_demo.py $(KUBECTL) $(COMPONENTS)
 
 deploy: ## apply an overlay to the cluster that kubectl talks to, and wait until it is ready
 	$(KUBECTL) apply -k k8s/overlays/$(OVERLAY)

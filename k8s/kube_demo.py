@@ -1,14 +1,16 @@
 """`make kube-demo`: plays overlays/cpu-demo with podman, without a cluster, and shows that the draft is optional.
 
 podman has no Services, StatefulSets, claims or gRPC probes. So each workload becomes one pod, with an address of its own, and
-the names that its Service would have are given to all pods as host aliases; claims become empty directories; probes go. All
-else is played as it stands: images, settings, users, capabilities, read-only root file systems, limits.
+the names that its Service would have are given to all pods as host aliases; claims become empty directories; certificates, which
+cert-manager would make, are made here; probes go, and what they would ask is asked here. All else is played as it stands: images,
+settings, users, capabilities, read-only root file systems, limits.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,17 +20,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import trustme
 import yaml
 
 Object = dict[str, Any]
 
-OVERLAY = Path(__file__).resolve().parent / "overlays" / "cpu-demo"
+K8S = Path(__file__).resolve().parent
 NETWORK = "tandem-kube-demo"
 PREFIX = "10.89.77."
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 READY_SECONDS = 180.0
 TOKENS = 32
 PROMPT = "def main():"
+# Prints the health of an address: as a whole, and of the process alone.
+HEALTH = """
+import sys, grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    for name in ("", "liveness"):
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+"""
+HEALTH_PORT = 50050
 
 
 class DemoFailed(Exception):
@@ -36,23 +49,54 @@ class DemoFailed(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status; the argument is the kubectl to use."""
+    """Returns the exit status; the arguments are the kubectl to use, and components to add to the overlay."""
     kubectl, podman = shutil.which(arguments[0]), shutil.which("podman")
     if podman is None or kubectl is None:
         print(f"kube-demo did not run: it needs podman ({podman}) and kubectl ({kubectl})", file=sys.stderr)
         return 1
-    built = subprocess.run([kubectl, "kustomize", str(OVERLAY)], capture_output=True, text=True, check=True).stdout
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            play(Podman(podman), pods([item for item in yaml.safe_load_all(built) if item]), Path(folder))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            folder.chmod(0o755)  # the pods' users read certificates in it
+            objects = build(kubectl, arguments[1:], folder)
+            issue([item for item in objects if item["kind"] == "Certificate"], folder)
+            play(Podman(podman), pods(objects, folder), folder)
     except DemoFailed as failed:
         print(f"kube-demo failed: {failed}", file=sys.stderr)
         return 1
     return 0
 
 
-def pods(objects: list[Object]) -> dict[str, list[Object]]:
-    """For the address of each pod: the pod, after the ConfigMaps that it may need."""
+def build(kubectl: str, components: Sequence[str], folder: Path) -> list[Object]:
+    """The objects of the overlay with these components, built in `folder`. Raises DemoFailed."""
+    relative = Path(os.path.relpath(K8S, folder.resolve()))
+    kustomization = {
+        "resources": [str(relative / "overlays" / "cpu-demo")],
+        "components": [str(relative / "components" / name) for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DemoFailed(done.stderr.strip())
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+def issue(certificates: list[Object], folder: Path) -> None:
+    """Makes a folder for each certificate's Secret, with its files, from a CA of this run's own."""
+    authority = trustme.CA()
+    for certificate in certificates:
+        secret = folder / certificate["spec"]["secretName"]
+        if certificate["spec"].get("isCA"):
+            continue
+        secret.mkdir()
+        issued = authority.issue_cert(*certificate["spec"]["dnsNames"])
+        (secret / "tls.crt").write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+        (secret / "tls.key").write_bytes(issued.private_key_pem.bytes())
+        (secret / "ca.crt").write_bytes(authority.cert_pem.bytes())
+
+
+def pods(objects: list[Object], folder: Path) -> dict[str, list[Object]]:
+    """For the address of each pod: the pod, after the ConfigMaps that it may need. Secrets are folders of `folder`."""
     config_maps = [item for item in objects if item["kind"] == "ConfigMap"]
     workloads = [item for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
     addresses = {item["metadata"]["name"]: f"{PREFIX}{number}" for number, item in enumerate(workloads, 11)}
@@ -61,7 +105,7 @@ def pods(objects: list[Object]) -> dict[str, list[Object]]:
         for item in objects
         if item["kind"] == "Service"
     ]
-    return {addresses[item["metadata"]["name"]]: [*config_maps, pod_of(item, aliases)] for item in workloads}
+    return {addresses[item["metadata"]["name"]]: [*config_maps, pod_of(item, aliases, folder)] for item in workloads}
 
 
 def names_of(service: Object) -> list[str]:
@@ -70,7 +114,7 @@ def names_of(service: Object) -> list[str]:
     return [name, f"{name}-0.{name}"] if service["spec"].get("clusterIP") == "None" else [name]
 
 
-def pod_of(workload: Object, aliases: list[Object]) -> Object:
+def pod_of(workload: Object, aliases: list[Object], folder: Path) -> Object:
     """One pod of a Deployment or a StatefulSet."""
     template = copy.deepcopy(workload["spec"]["template"])
     spec = template["spec"]
@@ -78,6 +122,10 @@ def pod_of(workload: Object, aliases: list[Object]) -> Object:
     for container in spec["containers"]:
         for probe in PROBES:
             container.pop(probe, None)
+    for volume in spec.get("volumes", []):
+        if "secret" in volume:
+            secret = volume.pop("secret")["secretName"]
+            volume["hostPath"] = {"path": str(folder / secret), "type": "Directory"}
     for claim in workload["spec"].get("volumeClaimTemplates", []):
         spec.setdefault("volumes", []).append({"name": claim["metadata"]["name"], "emptyDir": {}})
     # There are no accounts, zones or other nodes.
@@ -112,9 +160,17 @@ class Podman:
         )
         return None if done.returncode else json.loads(done.stdout)
 
+    def health(self, address: str) -> list[str]:
+        """What health says at an address, asked in plain text: readiness and liveness; nothing if there is no answer."""
+        return self.call("exec", "orchestrator-0-orchestrator", "python", "-c", HEALTH, address).stdout.split()
+
 
 def play(podman: Podman, files: dict[str, list[Object]], folder: Path) -> None:
-    """Starts the pods, asks, takes the draft away, asks again, and removes everything. Raises DemoFailed."""
+    """Starts the pods, asks, takes the draft away, asks again, takes the target away, looks at health, and removes everything.
+
+    Raises DemoFailed.
+    """
+    encrypted = any("hostPath" in volume for *_, pod in files.values() for volume in pod["spec"]["volumes"])
     played: list[str] = []
     podman.must("network", "create", "--subnet", f"{PREFIX}0/24", NETWORK)
     try:
@@ -125,16 +181,39 @@ def play(podman: Podman, files: dict[str, list[Object]], folder: Path) -> None:
             podman.must("play", "kube", "--network", NETWORK, "--ip", address, str(path))
             print(f"{objects[-1]['metadata']['name']} plays at {address}")
         first = wait_for(podman, drafted=True)
+        if encrypted:
+            refuse_strangers(podman)
         podman.must("pod", "kill", "draft-0")
         print("the draft's pod is killed")
         second = wait_for(podman, drafted=False)
         if first["text"] != second["text"]:
             raise DemoFailed("the answers differ with and without the draft")
         print("both answers are the same, as they must be")
+        podman.must("pod", "kill", "target-0")
+        print("the target's pod is killed")
+        wait_for_health(podman, ["NOT_SERVING", "SERVING"])
+        print("the orchestrator is not ready, and alive: no kubelet would restart it")
     finally:
         for file in played:
             podman.call("play", "kube", "--down", file)
         podman.call("network", "rm", "--force", NETWORK)
+
+
+def refuse_strangers(podman: Podman) -> None:
+    """Raises DemoFailed if a worker answers who has no certificate, or its plain port doesn't."""
+    for role, port in (("target", 50053), ("draft", 50052)):
+        if podman.health(f"{role}:{port}") or podman.health(f"{role}:{HEALTH_PORT}") != ["SERVING", "SERVING"]:
+            raise DemoFailed(f"{role}: its port answers without a certificate, or its port for probes doesn't")
+    print("drafts and targets answer nobody who has no certificate, and probes on their plain port")
+
+
+def wait_for_health(podman: Podman, wanted: list[str]) -> None:
+    """Raises DemoFailed when the orchestrator's health doesn't come to this in time."""
+    deadline = time.monotonic() + READY_SECONDS
+    while (said := podman.health(f"127.0.0.1:{HEALTH_PORT}")) != wanted:
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"readiness and liveness are {said}, not {wanted}")
+        time.sleep(1)
 
 
 def wait_for(podman: Podman, *, drafted: bool) -> Object:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import kubernetes_validate
 import pytest
 
-from tests.k8s.kubectl import REPOSITORY, build
+from tandem.transport_security import ClientFiles
+from tests.k8s.kubectl import REPOSITORY, kubectl
 from tests.k8s.test_manifests import VERSIONS
 
 SCRIPT = REPOSITORY / "k8s" / "kube_demo.py"
@@ -24,9 +26,9 @@ def script() -> ModuleType:
     return module
 
 
-def test_pods_are_the_overlay_s(script: ModuleType) -> None:
-    objects = build(script.OVERLAY)
-    files = script.pods(objects)
+def test_pods_are_the_overlay_s(script: ModuleType, tmp_path: Path) -> None:
+    objects = script.build(kubectl(), ["mtls"], tmp_path)
+    files = script.pods(objects, tmp_path)
     assert len(files) == 4
     workloads = {item["metadata"]["name"]: item for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
     names = {}
@@ -43,6 +45,16 @@ def test_pods_are_the_overlay_s(script: ModuleType) -> None:
     assert aliases["target-0.target"] == names["target-0"]
     assert aliases["draft-0.draft"] == names["draft-0"]
     assert aliases["redis"] == names["redis-0"]
+
+
+def test_each_secret_is_a_folder_of_files_that_fit_the_services(script: ModuleType, tmp_path: Path) -> None:
+    objects = script.build(kubectl(), ["mtls"], tmp_path)
+    script.issue([item for item in objects if item["kind"] == "Certificate"], tmp_path)
+    for *_, pod in script.pods(objects, tmp_path).values():
+        folders = [item["hostPath"]["path"] for item in pod["spec"].get("volumes", []) if "hostPath" in item]
+        assert len(folders) == (pod["metadata"]["name"] != "redis-0")
+        for folder in folders:
+            ClientFiles(*(f"{folder}/{name}" for name in ("ca.crt", "tls.crt", "tls.key"))).check("TANDEM_TLS")
 
 
 def test_a_missing_tool_is_said(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
