@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.model_scripts import load_script
 from tests.support.services import MODELS, Stack, running_stack
+
+# The same examples in every run, however slow the machine is.
+settings.register_profile("tandem", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tandem")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector while pytest rewrites the tests: in Python before 3.11.8 and 3.12.2 a collection in the midst of
+    `ast.parse`, which lets other threads parse, ends it as "AST constructor recursion depth mismatch" (python/cpython#106905). And
+    without all that was imported by then from here on: each full collection would stop the whole process for 0.2 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

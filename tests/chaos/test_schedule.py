@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 from tests.chaos import schedule
 
 REQUESTS = 30
+FAULTS = 5
+SEED = 5
+"""Always the same here: what other seeds find is for `make chaos`, not for whoever changes something else."""
 
 
 def test_random_faults_under_load(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    report = schedule.run(tmp_path, seed, REQUESTS, max_tokens=40)
+    report = schedule.run(tmp_path, SEED, REQUESTS, max_tokens=40, least_faults=FAULTS)
     print(report.text())
     assert report.failures == [], report.text()
-    assert report.finished == REQUESTS
-    assert sum(report.faults.values()) >= 3, "hardly anything happened"
+    assert report.finished == report.asked >= REQUESTS
+    assert sum(report.faults.values()) >= FAULTS

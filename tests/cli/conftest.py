@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -11,6 +10,7 @@ import pytest
 
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.cli.fake_orchestrator import FakeOrchestrator
+from tests.support import ports
 
 
 @pytest.fixture
@@ -27,9 +27,4 @@ def orchestrator() -> Iterator[FakeOrchestrator]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find
+    return ports.free_port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -40,7 +41,7 @@ def main() -> int:
     server.start()
     time.sleep(0.3)
     if arguments.mode == "dies":
-        return 1
+        os._exit(1)
     if arguments.mode != "never-ready":
         servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     while not stopped:

@@ -28,7 +28,7 @@ async def collected(client: AsyncTandemClient, **arguments) -> list[Chunk]:
     return [chunk async for chunk in client.generate("hi", **arguments)]
 
 
-async def wait_for(condition, seconds: float = 5) -> None:
+async def wait_for(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -186,9 +186,9 @@ def test_ctrl_c_cancels_the_call(orchestrator, tmp_path):
     process = _process(orchestrator, tmp_path, "Why?")
     assert process.stdout.read(10) == b"The sky is"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"tandem: interrupted\n")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not orchestrator.cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
     assert orchestrator.cancelled == 1
@@ -199,6 +199,6 @@ def test_a_reader_that_goes_away_is_no_traceback(orchestrator, tmp_path):
     process = _process(orchestrator, tmp_path, "Why?")
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=10) == 141
+    assert process.wait(timeout=60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()

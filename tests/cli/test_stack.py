@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ class FakeStack:
         self.modes: dict[str, list[str]] = {}
         self.variables = {
             "TANDEM_HOME": str(home),
-            "TANDEM_READY_TIMEOUT": "30",
+            "TANDEM_READY_TIMEOUT": "120",
             "TANDEM_DRAFT_MODEL": str(model),
             "TANDEM_TARGET_MODEL": str(model),
             **{f"TANDEM_{name.upper()}_LISTEN": f"127.0.0.1:{port}" for name, port in ports.items()},
@@ -70,7 +71,7 @@ class FakeStack:
         return next(service["process"]["pid"] for service in self.state()["services"] if service["name"] == name)
 
     def wait_recorded(self, count: int) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if (self.home / "state.json").exists() and len(self.state()["services"]) >= count:
                 return
@@ -83,10 +84,7 @@ def stack(tmp_path, free_port):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    ports: dict[str, int] = {}
-    while len(set(ports.values())) < len(SERVICES):
-        ports = {name: free_port() for name in SERVICES}
-    fake = FakeStack(tmp_path / "home", ports, model)
+    fake = FakeStack(tmp_path / "home", {name: free_port() for name in SERVICES}, model)
     yield fake
     fake.run("down")
     assert fake.listening() == set()
@@ -147,9 +145,9 @@ def test_a_service_that_exits_is_reported_with_the_end_of_its_log(stack):
 
 def test_a_service_that_is_never_ready_is_a_timeout_and_no_hang(stack):
     stack.modes["orchestrator"] = ["--mode", "never-ready"]
-    code, _, err = stack.run("up", TANDEM_READY_TIMEOUT="3")
+    code, _, err = stack.run("up", TANDEM_READY_TIMEOUT="5")
     assert code == 1
-    assert "not ready within 3 s: orchestrator" in err
+    assert re.search("not ready within 5 s: .*orchestrator", err)  # on a busy machine others may not be either
     assert "starting as never-ready" in err
     assert stack.listening() == set()
 
@@ -285,7 +283,7 @@ def test_demo_interrupted_leaves_nothing(stack, number, code, when):
     else:
         stack.wait_recorded(4)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == code
     assert "Traceback" not in err
     assert stack.listening() == set()
@@ -301,7 +299,7 @@ def test_demo_killed_leaves_nothing(stack):
     process.kill()
     process.communicate()
     gone = lambda pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # noqa: E731
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(gone(pid) for pid in pids)
@@ -318,5 +316,5 @@ def test_two_commands_at_once_do_not_start_two_stacks(stack):
     assert code == 1
     assert "another tandem command" in err
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=30)
+    first.communicate(timeout=90)
     assert first.returncode == 130

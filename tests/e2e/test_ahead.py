@@ -11,8 +11,9 @@ import pytest
 
 from tandem.v1 import sampling_pb2
 from tests.support.generation import Generation, generate, generate_all, request
+from tests.support.ports import free_port
 from tests.support.reference import Reference
-from tests.support.services import MODELS, free_port, running_stack
+from tests.support.services import MODELS, running_stack
 
 GAMMAS: dict[str, dict[str, Any]] = {
     **{str(gamma): {"num_speculative_tokens": gamma} for gamma in (0, 1, 2, 5, 8)},

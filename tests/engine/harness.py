@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from draft_service.ahead import DraftAhead
 from draft_service.drafter import ModelDrafter
 from tandem.engine.causal_lm import CausalLM
 from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
+from tandem.engine.feed import Feed
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.stream import Answer, Stream
 from tandem.v1 import draft_pb2, sampling_pb2, target_pb2, worker_pb2
@@ -98,7 +101,7 @@ class Client:
             self._waiting[item.request_id, item.cache_epoch] = future
             futures.append(future)
         self.engine.submit(self.stream, items)
-        return await asyncio.wait_for(asyncio.gather(*futures), 60)
+        return await asyncio.wait_for(asyncio.gather(*futures), 240)
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
         self.answers.extend(answers)
@@ -182,6 +185,26 @@ class Engines:
 
     def _died(self) -> None:
         self.deaths += 1
+
+
+class Gate:
+    """Holds back a model's forwards until it is opened, so that what a test sends meanwhile is there in time."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        self._opened = threading.Event()
+        forward = lm.forward
+
+        def held(feeds: Sequence[Feed]) -> torch.Tensor:
+            self._opened.wait(60)
+            return forward(feeds)
+
+        lm.forward = held  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self._opened.clear()
 
 
 async def settled(engine: Engine[Any]) -> None:

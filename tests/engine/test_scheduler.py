@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,8 +175,15 @@ def test_costs_lie_on_lines_between_measured_points() -> None:
     assert [cost.seconds(tokens) for tokens in (1, 5, 8, 20, 32, 132)] == [10, 10, 10, 22, 34, 134]
 
 
-def test_measured_costs_never_fall() -> None:
-    cost = measure(lambda size: time.sleep(0.02 if size == 1 else 0.001), 100)
+def test_measured_costs_never_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def run_for(size: int) -> None:
+        nonlocal now
+        now += 0.02 if size == 1 else 0.001
+
+    monkeypatch.setattr("tandem.engine.forward_cost.time", SimpleNamespace(perf_counter=lambda: now))
+    cost = measure(run_for, 100)
     assert [size for size, _ in cost.points] == [1, 8, 32]
-    assert cost.seconds(1) == cost.seconds(32) >= 0.02
+    assert cost.seconds(1) == cost.seconds(32) == pytest.approx(0.02)
     assert measure(lambda _: None, 5) is FREE_TOKENS

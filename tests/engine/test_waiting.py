@@ -26,7 +26,7 @@ def first(name: str, epoch: int = 0, seed: int = 1) -> object:
 
 async def told(client: Client, name: str) -> str:
     """Waits for the answer of a session: why it failed, or ""."""
-    for _ in range(4000):
+    for _ in range(24_000):
         found = [answer for answer in client.answers if answer.request_id == name]
         if found:
             return reason(found[-1])
@@ -44,7 +44,7 @@ async def full(engines: Engines, waiting: WaitingLimits) -> Client:
 
 
 async def test_slots_go_to_those_who_came_first(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(10, 30))
+    client = await full(engines, WaitingLimits(10, 240))
     other = Client(client.engine)
     for number in range(6):
         asker = client if number % 2 else other
@@ -60,7 +60,7 @@ async def test_slots_go_to_those_who_came_first(engines: Engines) -> None:
 
 
 async def test_one_more_than_may_wait_is_refused_at_once(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(2, 30))
+    client = await full(engines, WaitingLimits(2, 240))
     client.engine.submit(client.stream, [first("w0"), first("w1")])
     refused = await client.ask(first("w2"))
     assert reason(refused) == "RESOURCE_EXHAUSTED"
@@ -75,13 +75,13 @@ async def test_a_wait_has_an_end(engines: Engines) -> None:
     began = asyncio.get_running_loop().time()
     answers = await client.ask_all([first("w0"), first("w1")])
     assert [reason(answer) for answer in answers] == ["RESOURCE_EXHAUSTED"] * 2
-    assert 0.15 < asyncio.get_running_loop().time() - began < 5
+    assert 0.15 < asyncio.get_running_loop().time() - began < 30
     client.engine.release(client.stream, ["holds0"])
     assert reason(await client.ask(first("w0", epoch=1))) == ""
 
 
 async def test_who_is_cancelled_while_waiting_holds_nobody_up(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(5, 30))
+    client = await full(engines, WaitingLimits(5, 240))
     gone = Client(client.engine)
     client.engine.submit(gone.stream, [first("gone")])
     client.engine.submit(client.stream, [first("released"), first("newer"), first("last")])
@@ -100,7 +100,7 @@ async def test_who_is_cancelled_while_waiting_holds_nobody_up(engines: Engines) 
 
 
 async def test_a_bad_item_of_one_who_waits_loses_its_place_only(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(5, 30))
+    client = await full(engines, WaitingLimits(5, 240))
     client.engine.submit(client.stream, [first("a"), first("b")])
     assert reason(await client.ask(verify_item("a", 1, random_ids(1, 20), 7))) == "CACHE_MISS"
     client.engine.release(client.stream, ["holds0"])
@@ -110,20 +110,20 @@ async def test_a_bad_item_of_one_who_waits_loses_its_place_only(engines: Engines
 
 
 async def test_draining_sends_those_away_who_wait(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(5, 30))
+    client = await full(engines, WaitingLimits(5, 240))
     waiting = asyncio.create_task(client.ask(first("w0")))
     await asyncio.sleep(0)
     drained = asyncio.create_task(client.engine.drain())
     assert reason(await waiting) == "DRAINING"
     client.engine.release(client.stream, ["holds0", "holds1"])
-    await asyncio.wait_for(drained, 10)
+    await asyncio.wait_for(drained, 60)
 
 
 @pytest.mark.parametrize("reuse", [True, False])
 async def test_a_crowd_that_waits_says_what_each_says_alone(engines: Engines, reuse: bool) -> None:
     """Twelve requests over three slots."""
     model = random_model()
-    engine: Engine[object] = engines.target(over_slots(model, slots=3), reuse=reuse, waiting=WaitingLimits(12, 30))
+    engine: Engine[object] = engines.target(over_slots(model, slots=3), reuse=reuse, waiting=WaitingLimits(12, 240))
     client = Client(engine)
 
     async def run(number: int) -> None:
@@ -137,7 +137,7 @@ async def test_a_crowd_that_waits_says_what_each_says_alone(engines: Engines, re
 
 
 async def test_what_is_wrong_is_said_before_the_wait(engines: Engines) -> None:
-    client = await full(engines, WaitingLimits(5, 30))
+    client = await full(engines, WaitingLimits(5, 240))
     assert (
         reason(await client.ask(verify_item("w", 0, random_ids(1, 20), 0, [96], sampling=GREEDY))) == "INVALID_ARGUMENT"
     )

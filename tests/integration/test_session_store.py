@@ -33,7 +33,8 @@ from orchestrator.session_store import (
     StoreUnavailable,
 )
 from tandem import wire
-from tests.support.redis_servers import RedisServer, ServerKind, free_port
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, ServerKind
 from tests.support.tcp_proxy import Direction, TcpProxy
 
 pytest_plugins = ("tests.support.redis_fixtures",)
@@ -109,11 +110,19 @@ class Recorder:
         self.heard.append(type(error).__name__)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """The same, while the event loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 async def sudo(server: RedisServer, *words: str | bytes | float) -> Any:
@@ -357,11 +366,11 @@ class TestLostReplies:
 
     @pytest.fixture
     async def far_store(self, proxy: TcpProxy) -> AsyncIterator[SessionStore]:
-        async with connected(url_of(proxy), socket_timeout=0.2) as store:
-            await store.ping()
+        async with connected(url_of(proxy), socket_timeout=0.4, retry_seconds=60.0, retry_attempts=100) as store:
+            await store.read("nothing")  # the connection is there
             yield store
             assert proxy.faults[Direction.TO_CLIENT].lost_chunks == 1
-            assert counters(store).retries == 1
+            assert counters(store).retries >= 1  # on a busy machine an answer may be late as well
 
     async def test_create(self, far_store: SessionStore, lose_reply: Callable[[], None]) -> None:
         lose_reply()
@@ -407,7 +416,7 @@ class TestLostReplies:
 
 
 async def test_a_lost_command_is_repeated(proxy: TcpProxy) -> None:
-    async with connected(url_of(proxy), socket_timeout=0.2) as store:
+    async with connected(url_of(proxy), socket_timeout=0.4, retry_seconds=60.0, retry_attempts=100) as store:
         ownership = await create(store)
         for close in (True, False):
             proxy.lose_next(Direction.TO_SERVER, close=close)
@@ -434,8 +443,8 @@ class TestPipeline:
         assert str(clients).count("tandem-orchestrator") == 1
 
     async def test_commits_of_different_ticks_do_not_wait_for_one_another(self, proxy: TcpProxy) -> None:
-        async with connected(url_of(proxy)) as store:
-            owners = [await create(store, f"r{index}") for index in range(5)]
+        async with connected(url_of(proxy), socket_timeout=60.0, retry_seconds=60.0) as store:
+            owners = [await create(store, f"r{index}") for index in range(20)]
             proxy.delay(0.1)
             started = time.monotonic()
             commits = []
@@ -443,7 +452,7 @@ class TestPipeline:
                 commits.append(asyncio.ensure_future(store.commit(owner, 0, 3, encode(4))))
                 await asyncio.sleep(0.01)
             await asyncio.gather(*commits)
-            assert time.monotonic() - started < 0.9
+            assert time.monotonic() - started < 3  # one after the other they would take 4 s
 
     async def test_each_caller_gets_its_own_outcome(self, store: SessionStore, redis_server: RedisServer) -> None:
         good, fenced, early, lost = [await create(store, name) for name in ("good", "fenced", "early", "lost")]
@@ -512,14 +521,14 @@ class TestPipeline:
             assert counters(store).commits == 600
 
     async def test_a_pool_that_stays_exhausted_is_unavailable(self, proxy: TcpProxy) -> None:
-        async with connected(url_of(proxy), pool_size=1, socket_timeout=0.15, retry_seconds=0.3) as store:
+        async with connected(url_of(proxy), pool_size=1, socket_timeout=0.15, retry_seconds=1.0) as store:
             owners = [await create(store, f"r{index}") for index in range(4)]
             proxy.stall()
             commits = []
             for owner in owners:
                 commits.append(asyncio.ensure_future(store.commit(owner, 0, 3, encode(4))))
                 await asyncio.sleep(0.02)
-            outcomes = await asyncio.wait_for(asyncio.gather(*commits, return_exceptions=True), 3)
+            outcomes = await asyncio.wait_for(asyncio.gather(*commits, return_exceptions=True), 30)
             assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
             proxy.resume()
             for owner in owners:
@@ -598,7 +607,7 @@ class TestAwayServer:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await create(store)
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 3
             assert counters(store).retries > 0
             with pytest.raises(StoreUnavailable):
                 await store.ping()
@@ -637,7 +646,7 @@ class TestAwayServer:
 
     async def test_a_commit_waits_for_a_quick_restart(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server({"appendonly": "yes", "appendfsync": "always"})
-        async with connected(server.url, retry_seconds=10.0, retry_attempts=100) as store:
+        async with connected(server.url, retry_seconds=60.0, retry_attempts=1000) as store:
             owners = await asyncio.gather(*(create(store, f"r{index}") for index in range(20)))
             server.kill()
             commits = [asyncio.ensure_future(store.commit(owner, 0, 3, encode(4))) for owner in owners]
@@ -660,32 +669,31 @@ class TestAwayServer:
 
     async def test_a_stall_longer_than_the_timeout(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server()
-        async with connected(server.url, socket_timeout=0.1, retry_seconds=5.0, retry_attempts=50) as store:
+        async with connected(server.url, socket_timeout=0.1, retry_seconds=60.0, retry_attempts=500) as store:
             ownership = await create(store)
             server.pause()
             commit = asyncio.ensure_future(store.commit(ownership, 0, 3, encode(4)))
-            await asyncio.sleep(0.5)
+            await until(lambda: counters(store).retries >= 3)
             assert not commit.done()
             server.resume()
             await commit
             await store.commit(ownership, 1, 4, encode(5))
             # Attempts that lay in the paused server's buffers have run late, without effect.
             assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
-            assert counters(store).retries >= 3
 
     async def test_a_stall_longer_than_all_retries(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server()
-        async with connected(server.url, socket_timeout=0.1, retry_seconds=0.3) as store:
+        async with connected(server.url, socket_timeout=0.2, retry_seconds=1.0) as store:
             ownership = await create(store)
             server.pause()
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await store.commit(ownership, 0, 3, encode(4))
-            assert time.monotonic() - started < 1
-            started = time.monotonic()
+            assert time.monotonic() - started < 4
+            retries = counters(store).retries
             with pytest.raises(StoreUnavailable):
                 await store.ping()
-            assert time.monotonic() - started < 0.3
+            assert counters(store).retries == retries, "a ping is not repeated"
             server.resume()
             await store.commit(ownership, 0, 3, encode(4))
             snapshot = await store.read("r")
@@ -695,7 +703,7 @@ class TestAwayServer:
 
     async def test_a_cut_network(self, proxy: TcpProxy) -> None:
         """Half-open connections: nothing is refused, nothing comes back."""
-        async with connected(url_of(proxy), socket_timeout=0.1, retry_seconds=0.3) as store:
+        async with connected(url_of(proxy), socket_timeout=0.2, retry_seconds=1.0) as store:
             owners = await asyncio.gather(*(create(store, f"r{index}") for index in range(8)))
             proxy.cut()
             with pytest.raises(StoreUnavailable):
@@ -715,7 +723,7 @@ class TestAwayServer:
 
     async def test_resets_at_any_time(self, proxy: TcpProxy) -> None:
         chance = random.Random(5)
-        async with connected(url_of(proxy), retry_seconds=10.0, retry_attempts=1000) as store:
+        async with connected(url_of(proxy), retry_seconds=60.0, retry_attempts=10_000) as store:
             owners = await asyncio.gather(*(create(store, f"r{index}") for index in range(16)))
 
             async def session(index: int) -> None:
@@ -820,22 +828,22 @@ class TestRefusingServer:
 
     async def test_a_busy_server(self, redis_server: RedisServer) -> None:
         redis_server.command("CONFIG", "SET", "busy-reply-threshold", 50)
-        async with connected(redis_server.url, socket_timeout=0.5, retry_seconds=5.0, retry_attempts=100) as store:
+        async with connected(redis_server.url, socket_timeout=0.5, retry_seconds=60.0, retry_attempts=1000) as store:
             ownership = await create(store)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(_spin, redis_server), 0.3)
+            spinning = asyncio.ensure_future(asyncio.to_thread(_spin, redis_server))
+            await until(lambda: _is_busy(redis_server))
             commit = asyncio.ensure_future(store.commit(ownership, 0, 3, encode(4)))
-            await asyncio.sleep(0.1)
+            await until(lambda: counters(store).retries > 0)
             assert not commit.done()
             await sudo(redis_server, "SCRIPT", "KILL")
             await commit
-            assert counters(store).retries > 0
+            await spinning
 
     async def test_a_loading_server(self, make_redis_server: Callable[..., RedisServer]) -> None:
         # While it loads, a server looks at its connections once in 1,024 commands.
-        server = make_redis_server({"appendonly": "yes", "key-load-delay": "100"})
+        server = make_redis_server({"appendonly": "yes", "key-load-delay": "200"})
         observer = Recorder()
-        async with connected(server.url, observer, retry_seconds=10.0, retry_attempts=100) as store:
+        async with connected(server.url, observer, retry_seconds=60.0, retry_attempts=1000) as store:
             ownership = await create(store)
             with server.client() as client, client.pipeline(transaction=False) as filler:
                 for number in range(6_000):
@@ -849,7 +857,15 @@ class TestRefusingServer:
 
 def _spin(server: RedisServer) -> None:
     with contextlib.suppress(Exception):
-        server.command("EVAL", "while true do end", 0, timeout=1.0)
+        server.command("EVAL", "while true do end", 0, timeout=60.0)
+
+
+def _is_busy(server: RedisServer) -> bool:
+    try:
+        server.command("PING")
+    except redis.ResponseError as error:
+        return str(error).startswith("BUSY")
+    return False
 
 
 class TestAddresses:
@@ -974,11 +990,11 @@ class TestSentinel:
         with running_sentinel(redis_kind, old, tmp_path) as port:
             url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main/0"
             async with connected(
-                url, durability=Durability(replicas=1), retry_seconds=20.0, retry_attempts=1000
+                url, durability=Durability(replicas=1), retry_seconds=60.0, retry_attempts=1000
             ) as store:
                 ownership = await create(store)
                 await store.commit(ownership, 0, 3, encode(4))
-            async with connected(url, retry_seconds=20.0, retry_attempts=1000) as store:
+            async with connected(url, retry_seconds=60.0, retry_attempts=1000) as store:
                 await store.ping()
                 old.kill()
                 await store.commit(ownership, 1, 4, encode(5))
@@ -1038,8 +1054,7 @@ class TestClose:
     async def test_no_connection_is_left(self, redis_server: RedisServer) -> None:
         async with connected(redis_server.url) as store:
             await asyncio.gather(*(create(store, f"r{index}") for index in range(10)))
-        await asyncio.sleep(0.02)
-        assert "tandem-orchestrator" not in str(redis_server.command("CLIENT", "LIST"))
+        await until(lambda: "tandem-orchestrator" not in str(redis_server.command("CLIENT", "LIST")))
 
 
 async def test_the_observer_hears_of_everything(proxy: TcpProxy) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -34,8 +35,9 @@ from transformers.generation.logits_process import (
 
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
 from tests.support.generation import gather, request
+from tests.support.ports import free_port
 from tests.support.reference import Reference
-from tests.support.services import MODELS, free_port, running_stack
+from tests.support.services import MODELS, running_stack
 
 ALPHA = 1e-3
 """Of each p-value; the seeds are fixed, so what passes once passes always, up to float32 rounding of the machine."""
@@ -196,16 +198,22 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield found
 
 
-@pytest.mark.timeout(900)
+@pytest.fixture(scope="module")
+def sampled(address: str) -> Callable[[Setting, int, int], Sequences]:
+    """`sample` from the pair as it is; what two tests want is sampled once."""
+    return functools.cache(functools.partial(sample, address))
+
+
 @pytest.mark.parametrize("gamma", [0, 1, 4])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_law_is_the_targets(address: str, laws: Laws, name: str, gamma: int) -> None:
-    sequences = sample(address, SETTINGS[name], gamma, REQUESTS)
+def test_the_law_is_the_targets(
+    sampled: Callable[[Setting, int, int], Sequences], laws: Laws, name: str, gamma: int
+) -> None:
+    sequences = sampled(SETTINGS[name], gamma, REQUESTS)
     found = p_values(laws.uniforms(sequences, SETTINGS[name]))
     assert min(found.values()) > ALPHA, found
 
 
-@pytest.mark.timeout(600)
 def test_the_law_is_the_targets_with_penalties(address: str, laws: Laws) -> None:
     """Each row of a block has penalties of its own, at the draft as at the target."""
     setting = Setting(1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
@@ -217,7 +225,6 @@ def test_the_law_is_the_targets_with_penalties(address: str, laws: Laws) -> None
     assert min(found.values()) < FAULT_ALPHA, found
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", [sampling_pb2.ACCEPTANCE_METHOD_REJECTION, sampling_pb2.ACCEPTANCE_METHOD_COUPLED])
 def test_the_law_is_the_targets_with_look_ahead(
     tmp_path: Path, laws: Laws, method: sampling_pb2.AcceptanceMethod
@@ -228,7 +235,6 @@ def test_the_law_is_the_targets_with_look_ahead(
     assert min(found.values()) > ALPHA, found
 
 
-@pytest.mark.timeout(900)
 def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws: Laws) -> None:
     """Few requests at a time: a busy draft doesn't work ahead. That blocks are the same with it and without is proved
     token for token in tests/engine/test_ahead.py."""
@@ -249,7 +255,6 @@ def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws
         assert float(counts[f'tandem_draft_ahead_items_total{{outcome="{outcome}"}}']) > 20
 
 
-@pytest.mark.timeout(600)
 def test_coupled_output_depends_on_the_seed_alone(address: str) -> None:
     coupled = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
     plain = sample(address, SETTINGS["cool-top-k"], 0, 200, coupled)
@@ -257,7 +262,6 @@ def test_coupled_output_depends_on_the_seed_alone(address: str) -> None:
         assert (sample(address, SETTINGS["cool-top-k"], gamma, 200, coupled) == plain).all(), gamma
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("module", "fault"),
     [
@@ -274,11 +278,12 @@ def test_a_planted_fault_is_found(tmp_path: Path, laws: Laws, module: str, fault
     assert min(found.values()) < FAULT_ALPHA, found
 
 
-@pytest.mark.timeout(600)
-def test_the_distance_to_the_law_falls_with_the_root_of_the_sample(address: str, laws: Laws) -> None:
+def test_the_distance_to_the_law_falls_with_the_root_of_the_sample(
+    sampled: Callable[[Setting, int, int], Sequences], laws: Laws
+) -> None:
     """Total variation of the histogram from the law: a bias, however small, would stop it from falling."""
     setting = SETTINGS["plain"]
-    uniforms = laws.uniforms(sample(address, setting, 4, REQUESTS), setting).ravel()
+    uniforms = laws.uniforms(sampled(setting, 4, REQUESTS), setting).ravel()
     for size in (1_000, 10_000, 100_000):
         shares = np.histogram(uniforms[:size], BINS, (0, 1))[0] / size
         distance = 0.5 * np.abs(shares - 1 / BINS).sum()

@@ -7,6 +7,7 @@ interpreter's start, which `tests/cli` has with the real command lines.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -60,7 +61,8 @@ class ForkedService:
     def send_signal(self, number: int) -> None:
         """To the process, if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended since
+                os.kill(self.pid, number)
 
 
 def _run(command: list[str], environment: dict[str, str], folder: str, log: str) -> None:

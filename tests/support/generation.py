@@ -66,6 +66,13 @@ def gather(responses: Iterable[api.GenerateResponse]) -> Generation:
     )
 
 
+def paced_channel(address: str) -> grpc.Channel:
+    """A connection of its own that holds next to nothing back: a request is never more than a round or two ahead of what was
+    read of it, however long the test takes to do something in its midst."""
+    options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.insecure_channel(address, options=options)
+
+
 def generate(channel: grpc.Channel, prompt: str | Sequence[int], **fields: Any) -> Generation:
     """One blocking generation."""
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
@@ -90,5 +97,5 @@ def generate_several(channel: grpc.Channel, prompt: str | Sequence[int], n: int,
 def generate_all(channel: grpc.Channel, requests: Iterable[api.GenerateRequest]) -> list[Generation]:
     """Runs all requests at the same time; results in their order."""
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-    calls = [stub.Generate(each, timeout=240) for each in requests]
+    calls = [stub.Generate(each, timeout=600) for each in requests]
     return [gather(call) for call in calls]

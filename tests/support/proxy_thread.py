@@ -29,17 +29,17 @@ class ProxyThread:
         async def act() -> None:
             action(self._proxy)
 
-        asyncio.run_coroutine_threadsafe(act(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(act(), self._loop).result(60)
 
     def __enter__(self) -> ProxyThread:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._proxy.start(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._proxy.start(), self._loop).result(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._proxy.close(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._proxy.close(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -26,9 +25,11 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.support.ports import free_port
+
 IMAGES = ("redis:7.0", "valkey/valkey:8.1")
 REQUIRED_VARIABLE = "TANDEM_TEST_REQUIRE_REDIS"
-_START_SECONDS = 15.0
+_START_SECONDS = 60.0
 
 
 class RedisServer(ABC):
@@ -49,11 +50,11 @@ class RedisServer(ABC):
         """Where other servers of the same kind reach this one."""
         return self.host, self.port
 
-    def client(self, timeout: float = 5.0) -> redis.Redis:
+    def client(self, timeout: float = 20.0) -> redis.Redis:
         """A client that never repeats anything; a context manager."""
         return redis.Redis(host=self.host, port=self.port, socket_timeout=timeout, retry=Retry(NoBackoff(), 0))
 
-    def command(self, *words: str | bytes | float, timeout: float = 5.0) -> Any:
+    def command(self, *words: str | bytes | float, timeout: float = 20.0) -> Any:
         """Runs one command on a connection of its own; raises redis.RedisError."""
         with self.client(timeout) as client:
             return client.execute_command(*words)
@@ -68,7 +69,7 @@ class RedisServer(ABC):
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             try:
-                self.command("PING", timeout=1.0)
+                self.command("PING", timeout=5.0)
                 return
             except redis.RedisError:
                 self.check_alive()
@@ -150,7 +151,7 @@ class LocalServer(RedisServer):
         if self._process is not None:
             self._process.send_signal(with_signal)
             self._process.send_signal(signal.SIGCONT)
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
             self._process = None
 
 
@@ -221,14 +222,6 @@ class ServerKind:
 
     def __str__(self) -> str:
         return self.name
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @functools.lru_cache(maxsize=1)

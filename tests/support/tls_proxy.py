@@ -23,20 +23,20 @@ class TlsProxy:
 
     def __enter__(self) -> TlsProxy:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def drop_connections(self) -> None:
         """Ends every open connection."""
-        asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(60)
 
     async def _start(self) -> None:
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._context)

@@ -58,11 +58,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def trace(self, trace_id: str) -> list[Span]:
         return [span for span in self.spans if span.trace_id == trace_id]
 
-    def wait(self, trace_id: str, complete: Callable[[list[Span]], bool], seconds: float = 20) -> list[Span]:
+    def wait(self, trace_id: str, complete: Callable[[list[Span]], bool], seconds: float = 60) -> list[Span]:
         """The spans of a trace, once `complete` says that they are all there."""
         return self._wait(lambda span: span.trace_id == trace_id, complete, seconds)
 
-    def wait_for_links(self, span_ids: set[str], seconds: float = 20) -> list[Span]:
+    def wait_for_links(self, span_ids: set[str], seconds: float = 60) -> list[Span]:
         """The spans with links to any of these, once all of these are linked from somewhere."""
         return self._wait(
             lambda span: not span_ids.isdisjoint(span.links),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from tests.support.services import MODELS, Stack, free_port, running_stack
+from tests.support.ports import free_port
+from tests.support.services import MODELS, Stack, running_stack
 from tests.telemetry.collector import Collector, running_collector
 from tests.telemetry.scrape import Scrape, scrape
 
@@ -42,6 +43,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             "TANDEM_LOG_LEVEL": "DEBUG",
             "TANDEM_TARGET_RETRY_SECONDS": "120",
             "TANDEM_HTTP_LISTEN": http,
+            "TANDEM_DRAFT_TIMEOUT_SECONDS": "5",  # one test stops the draft
             **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
         }
         with (

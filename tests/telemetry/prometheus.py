@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.services import REPOSITORY, free_port
+from tests.support.ports import free_port
+from tests.support.services import REPOSITORY
 
 ALERTS = REPOSITORY / "k8s" / "components" / "alerts" / "alerts.yaml"
 DASHBOARD = REPOSITORY / "k8s" / "components" / "dashboard" / "tandem.json"

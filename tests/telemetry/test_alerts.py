@@ -20,7 +20,8 @@ import yaml
 
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import gather, request
-from tests.support.services import MODELS, REPOSITORY, ServiceProcess, Stack, free_port, running_stack
+from tests.support.ports import free_port
+from tests.support.services import MODELS, REPOSITORY, ServiceProcess, Stack, running_stack
 from tests.support.tcp_proxy import Direction
 from tests.telemetry.prometheus import DASHBOARD, Prometheus, needs_prometheus, rule_groups, running_prometheus
 
@@ -139,7 +140,6 @@ def bad_draft(stack: Stack) -> ServiceProcess:
 
 
 @needs_prometheus
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("traffic")
 def test_each_alarm_fires_when_what_it_watches_breaks(watched: Watched) -> None:
     stack, fired = watched.stack, set[str]()

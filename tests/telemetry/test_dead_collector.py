@@ -14,13 +14,15 @@ import pytest
 
 from tandem import tracing
 from tests.support.generation import generate
-from tests.support.services import MODELS, ServiceProcess, free_port
+from tests.support.ports import free_port
+from tests.support.services import MODELS, ServiceProcess
 from tests.telemetry.conftest import Observed
 from tests.telemetry.scrape import scrape
 
 PROMPT = "def read_lines(path):\n"
 REQUESTS = 20
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 15.0
+"""Half of what a pod is given; the library alone would take all of it."""
 ROOM = 64
 """Spans in the queue: far fewer than the requests here make."""
 
@@ -60,6 +62,7 @@ def cut_off(observed: Observed, folder: Path) -> Iterator[tuple[ServiceProcess, 
                 "TANDEM_TARGET_ADDRESSES": observed.stack.target.address,
                 "TANDEM_TOKENIZER": str(MODELS / "tiny-target"),
                 "TANDEM_REDIS_URL": observed.stack.redis_url,
+                "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
             },
             folder / "orchestrator.log",
         )
@@ -75,11 +78,10 @@ def cut_off(observed: Observed, folder: Path) -> Iterator[tuple[ServiceProcess, 
 
 
 def wait_for_draft(metrics: str) -> None:
-    for _ in range(200):
-        if scrape(metrics).value("tandem_replicas_ready", role="draft"):
-            return
+    deadline = time.monotonic() + 60
+    while not scrape(metrics).value("tandem_replicas_ready", role="draft"):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    raise AssertionError("the draft is not connected")
 
 
 def seconds_of(channel: grpc.Channel) -> float:
@@ -99,13 +101,11 @@ def test_requests_are_not_slower_spans_are_counted_as_dropped_and_the_end_comes_
         wait_for_draft(metrics)
         pairs = [(seconds_of(channel), seconds_of(observed.channel)) for _ in range(REQUESTS)]
         without, working = (statistics.median(times) for times in zip(*pairs, strict=True))
-        assert without < 1.5 * working
+        assert without < 3 * working  # an export that held a request up would take its own time, which is seconds
         assert scrape(metrics).value("tandem_trace_spans_total", fate="dropped") > 0
         for service in (orchestrator, draft):
-            started = time.monotonic()
             service.signal(15)
             assert service.wait(EXIT_SECONDS) == 0
-            assert time.monotonic() - started < EXIT_SECONDS
             assert "spans were not exported" in service.log.read_text()
             assert "Traceback" not in service.log.read_text()
 

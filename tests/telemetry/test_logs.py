@@ -17,7 +17,7 @@ from tests.telemetry.test_traces import new_trace
 PROMPT = "def read_lines(path):\n"
 
 
-def lines_of(observed: Observed, trace_id: str, seconds: float = 20) -> list[dict[str, Any]]:
+def lines_of(observed: Observed, trace_id: str, seconds: float = 60) -> list[dict[str, Any]]:
     """All lines that the orchestrator wrote of a trace, once its request has ended."""
     deadline = time.monotonic() + seconds
     while True:

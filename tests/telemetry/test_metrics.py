@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from importlib import metadata
 
 import grpc
@@ -31,7 +31,7 @@ from orchestrator.session_store import (
 from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.generation import Generation, generate, generate_all, request
+from tests.support.generation import Generation, generate, generate_all, paced_channel, request
 from tests.telemetry.conftest import Observed
 from tests.telemetry.scrape import Scrape
 
@@ -130,8 +130,10 @@ def test_the_named_series_are_there(observed: Observed) -> None:
 
 def test_emitted_is_accepted_and_recovered_and_bonus_is_what_was_used(observed: Observed) -> None:
     natural = generate(observed.channel, PROMPT, max_tokens=24, temperature=0)
+    _wait_until_idle(observed)
     before = observed.scrape("orchestrator")
     results = generate_all(observed.channel, mixed_requests(natural))
+    _wait_until_idle(observed)
     assert [(result.reason, result.ids[-1], result.usage[1]) for result in results[:3]] == [
         (FinishReason.STOP, END, length) for length in (2, 5, 8)
     ]
@@ -161,19 +163,26 @@ def test_emitted_is_accepted_and_recovered_and_bonus_is_what_was_used(observed: 
 
 
 def test_metrics_move_while_a_request_runs(observed: Observed) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    _wait_until_idle(observed)
     before = observed.scrape("orchestrator")
-    call = stub.Generate(request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0), timeout=60)
-    for _ in range(3):
-        next(call)
-    during = observed.scrape("orchestrator")
-    call.cancel()
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        during = _amid_a_request(observed, channel)
     change = Change(before, during)
     assert change.total("tandem_rounds_total") >= 3
     assert during.value("tandem_num_requests_running") == 1
     assert during.value("tandem_replicas_ready", role="draft") == 1
     _wait_until_idle(observed)
     assert Change(before, observed.scrape("orchestrator")).value("tandem_requests_total", outcome="CANCELLED") == 1
+
+
+def _amid_a_request(observed: Observed, channel: grpc.Channel) -> Scrape:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    call = stub.Generate(request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0), timeout=60)
+    for _ in range(3):
+        next(call)
+    during = observed.scrape("orchestrator")
+    call.cancel()
+    return during
 
 
 MARK = "zqxjkv"
@@ -275,12 +284,19 @@ def test_workers_count_what_they_run(observed: Observed) -> None:
 
 
 def _wait_until_idle(observed: Observed) -> None:
-    """All slots come back."""
-    for _ in range(100):
-        found = {service: observed.scrape(service) for service in observed.metrics}
-        running = found["orchestrator"].value("tandem_num_requests_running")
-        if running == 0 and all(found[worker].value("tandem_sessions") == 0 for worker in ("draft", "target")):
-            assert found["target"].value("tandem_kv_cache_usage_perc") == 0
-            return
+    """All slots come back, and what ended is counted."""
+    _until(lambda: not any(_levels(observed)))
+
+
+def _levels(observed: Observed) -> list[float]:
+    found = {service: observed.scrape(service) for service in observed.metrics}
+    names = ("tandem_sessions", "tandem_kv_cache_usage_perc")
+    of_workers = [found[worker].value(name) for worker in ("draft", "target") for name in names]
+    return [found["orchestrator"].value("tandem_num_requests_running"), *of_workers]
+
+
+def _until(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    raise AssertionError("sessions are left")

@@ -125,7 +125,7 @@ class StuckExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.stuck.set()
-        self.release.wait(30)
+        self.release.wait(120)
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -143,7 +143,7 @@ def test_every_span_is_exported_or_counted_as_lost(monkeypatch: pytest.MonkeyPat
     tracing = Tracing(tracer, tracer, counts, provider.shutdown, exporter.shutdown)
     for _ in range(4):
         tracing.start_span("a", SpanKind.INTERNAL, Context()).end()
-    assert stuck.stuck.wait(5)
+    assert stuck.stuck.wait(60)
     for _ in range(20):
         tracing.start_span("a", SpanKind.INTERNAL, Context()).end()
     assert (counts.ended, counts.taken, counts.queued, counts.dropped) == (24, 4, 8, 12)

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.generation import Generation, gather, generate, request
+from tests.support.generation import Generation, gather, generate, paced_channel, request
 from tests.support.services import MODELS, running_stack
 from tests.telemetry import schema
 from tests.telemetry.collector import Span, running_collector
@@ -175,29 +176,35 @@ def test_a_refused_request_is_a_trace_too(observed: Observed) -> None:
 
 
 def test_a_deadline_that_passes_is_told_from_a_cancellation(observed: Observed) -> None:
+    """On a connection that paces it: unread, the request can't come to its end before."""
     trace_id, metadata = new_trace()
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
     sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0)
-    with pytest.raises(grpc.RpcError):
-        list(stub.Generate(sent, metadata=metadata, timeout=0.4))
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        call = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate(sent, metadata=metadata, timeout=2)
+        next(call)
+        while call.is_active():
+            time.sleep(0.05)
+        with pytest.raises(grpc.RpcError):
+            list(call)
     [root] = named(observed.collector.wait(trace_id, _all_ended), "generate")
     assert (root.attributes["tandem.status"], root.status) == ("DEADLINE_EXCEEDED", 2)
     assert root.attributes["gen_ai.usage.output_tokens"] > 0
 
 
 def test_a_take_over_is_seen_on_both_sides(observed: Observed) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
     (first, first_metadata), (second, second_metadata) = new_trace(), new_trace()
     sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, request_id="taken-over")
-    lost = stub.Generate(sent, metadata=first_metadata, timeout=60)
-    had = sum(len(next(lost).tokens) for _ in range(3))
-    sent.token_offset = had
-    taken = stub.Generate(sent, metadata=second_metadata, timeout=60)
-    next(taken)
-    with pytest.raises(grpc.RpcError) as ended:
-        list(lost)
-    assert ended.value.code() is grpc.StatusCode.ABORTED
-    taken.cancel()
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        lost = stub.Generate(sent, metadata=first_metadata, timeout=60)
+        had = sum(len(next(lost).tokens) for _ in range(3))
+        sent.token_offset = had
+        taken = stub.Generate(sent, metadata=second_metadata, timeout=60)
+        next(taken)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(lost)
+        assert ended.value.code() is grpc.StatusCode.ABORTED
+        taken.cancel()
     [old] = named(observed.collector.wait(first, _all_ended), "generate")
     assert old.attributes["error.type"] == "ABORTED"
     [new] = named(observed.collector.wait(second, _all_ended), "generate")
@@ -217,18 +224,19 @@ def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed
 
 
 def test_twenty_cancelled_streams_end_all_their_spans_and_leave_no_error(observed: Observed) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
     logs = [service.log for service in (observed.stack.orchestrator, observed.stack.draft, observed.stack.target)]
     before = [len(log.read_text()) for log in logs]
     traces = []
-    for number in range(20):
-        trace_id, metadata = new_trace()
-        sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, seed=number)
-        call = stub.Generate(sent, metadata=metadata, timeout=60)
-        for _ in range(3):
-            next(call)
-        call.cancel()
-        traces.append(trace_id)
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        for number in range(20):
+            trace_id, metadata = new_trace()
+            sent = request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, seed=number)
+            call = stub.Generate(sent, metadata=metadata, timeout=60)
+            for _ in range(3):
+                next(call)
+            call.cancel()
+            traces.append(trace_id)
     for trace_id in traces:
         spans = observed.collector.wait(trace_id, _all_ended)
         [root] = named(spans, "generate")
@@ -275,15 +283,15 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
 
 
 def test_a_target_that_dies_is_seen_in_the_trace_the_metrics_and_the_log(observed: Observed) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
     before = observed.scrape("orchestrator")
     trace_id, metadata = new_trace()
     sent = request(PROMPT, max_tokens=120, ignore_eos=True, temperature=1.0, request_id="outlives-its-target")
-    call = stub.Generate(sent, metadata=metadata, timeout=120)
-    begun = [next(call) for _ in range(3)]
-    observed.stack.target.kill()
-    observed.stack.target.start()
-    result = gather([*begun, *call])
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        call = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate(sent, metadata=metadata, timeout=120)
+        begun = [next(call) for _ in range(3)]
+        observed.stack.target.kill()
+        observed.stack.target.start()
+        result = gather([*begun, *call])
     spans = observed.collector.wait(trace_id, lambda spans: count(spans)["tandem.round"] >= result.speculation.rounds)
     events = [event for span in named(spans, "tandem.round") for event in span.events]
     rebuilds = [fields for name, fields in events if name == "tandem.rebuild" and fields["tandem.role"] == "target"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from tests.support.services import MODELS, ServiceProcess, free_port
+from tests.support.ports import free_port
+from tests.support.services import MODELS, ServiceProcess
 
 SLOTS = 3
 CONTEXT = 128
@@ -17,7 +19,9 @@ CONTEXT = 128
 StartWorker = Callable[..., ServiceProcess]
 
 
-def worker_process(role: str, folder: Path, *, cold: bool = False, **settings: str) -> ServiceProcess:
+def worker_process(
+    role: str, folder: Path, *, cold: bool = False, drain_seconds: int = 3, **settings: str
+) -> ServiceProcess:
     """A draft or target process that is not started yet; settings are variables without their prefix."""
     address = f"127.0.0.1:{free_port()}"
     defaults = {
@@ -29,7 +33,11 @@ def worker_process(role: str, folder: Path, *, cold: bool = False, **settings: s
         "MAX_WAITING": "0",
     }
     prefixed = {f"TANDEM_{role.upper()}_{name}": value for name, value in {**defaults, **settings}.items()}
-    environment = {"TANDEM_DEBUG_INVARIANTS": "1", "TANDEM_LOG_FORMAT": "json", "TANDEM_DRAIN_SECONDS": "3"}
+    environment = {
+        "TANDEM_DEBUG_INVARIANTS": "1",
+        "TANDEM_LOG_FORMAT": "json",
+        "TANDEM_DRAIN_SECONDS": str(drain_seconds),
+    }
     log = folder / f"{role}.log"
     return ServiceProcess(f"{role}_service", address, {**environment, **prefixed}, log, cold=cold)
 
@@ -73,8 +81,8 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
     """Starts processes of the test's own, which end with it."""
     started: list[ServiceProcess] = []
 
-    def start(role: str = "target", *, cold: bool = False, **settings: str) -> ServiceProcess:
-        process = worker_process(role, tmp_path, cold=cold, **settings)
+    def start(role: str = "target", **settings: Any) -> ServiceProcess:
+        process = worker_process(role, tmp_path, **settings)
         started.append(process)
         process.start()
         return process
