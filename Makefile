@@ -25,7 +25,7 @@ INSTALL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv proto models demo up down status test soak lint bench chaos draft-model constraints clean
+.PHONY: help venv proto models demo up down status test soak lint bench plots chaos draft-model constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ lint: $(INSTALL) $(PROTO) ## style, types, import rules, the contract
 bench: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## measure overhead and speed-up on this machine
 	$(BIN)/python -m bench $(ARGS)
 
+plots: $(INSTALL) ## draw bench/results/*.json, which `make bench ARGS='pair --json bench/results/pair.json'` and others write
+	$(BIN)/python -m bench plot bench/results/*.json $(ARGS)
+
 chaos: $(INSTALL) $(PROTO) ## random faults under load, 500 requests, from a printed seed; ARGS='--seed 7' repeats one
 	$(BIN)/python -m tests.chaos.schedule $(ARGS)
 
@@ -93,7 +96,7 @@ $(INSTALL): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned packages into $(VENV); the first time this takes a few minutes"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-	  -c constraints.txt -e '.[worker,cli,proto,dev]'
+	  -c constraints.txt -e '.[worker,cli,proto,bench,dev]'
 	@touch $@
 
 # Generated beside the output and moved in one step, so that a failure leaves no half of a contract.

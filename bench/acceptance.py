@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .caller import generate
-from .pair import PairBench, PairOptions, running_pair
 from .prompts import PROMPT_CLASSES, PromptClass
+from .running_pair import ModelPair, RunningPair, Way, running_pair
 
 RECORDED = Path(__file__).with_name("acceptance.json")
 GAMMA = 4
@@ -52,12 +51,12 @@ def record(rows: list[AcceptanceRow], file: Path = RECORDED) -> None:
     file.write_text(json.dumps({row.name: round(row.accepted, 4) for row in rows}, indent=2) + "\n")
 
 
-async def measure(before: Mapping[str, float], options: PairOptions) -> list[AcceptanceRow]:
+async def measure(before: Mapping[str, float], models: ModelPair) -> list[AcceptanceRow]:
     """All classes at all temperatures, and all of them together."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        async with running_pair(options, Path(folder)) as bench:
+        async with running_pair(models, Path(folder)) as services:
             counts = {
-                f"{each.name} T={temperature:g}": await _count(bench, each, temperature)
+                f"{each.name} T={temperature:g}": await _count(services, each, temperature)
                 for each in PROMPT_CLASSES
                 for temperature in TEMPERATURES
             }
@@ -68,14 +67,14 @@ async def measure(before: Mapping[str, float], options: PairOptions) -> list[Acc
     ]
 
 
-async def _count(bench: PairBench, prompts: PromptClass, temperature: float) -> tuple[int, int, float]:
+async def _count(services: RunningPair, prompts: PromptClass, temperature: float) -> tuple[int, int, float]:
     """Draft tokens, those accepted, and how many that was to be."""
     drafted, accepted, expected = 0, 0, 0.0
     for index in range(len(prompts.messages)):
         request = prompts.request(index)
         request.temperature, request.seed = temperature, 1000 + index
-        request.max_tokens, request.num_speculative_tokens, request.ignore_eos = TOKENS, GAMMA, True
-        speculation = (await generate(bench.calls, request)).finish.speculation
+        request.max_tokens, request.ignore_eos = TOKENS, True
+        speculation = (await services.decode(request, Way(GAMMA, ahead=False))).finish.speculation
         if speculation.degraded_rounds:
             raise AssertionError(f"rounds without the draft: {list(speculation.degraded_reasons)}")
         drafted += speculation.draft_tokens

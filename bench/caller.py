@@ -29,6 +29,7 @@ class Heard:
     start: api.GenerationStart
     finish: api.GenerationFinish
     text: str
+    token_ids: tuple[int, ...] = ()
 
     @property
     def first_token_seconds(self) -> float:
@@ -71,6 +72,7 @@ async def generate(channel: grpc.aio.Channel, request: api.GenerateRequest) -> H
         start=responses[0].start,
         finish=responses[-1].finish,
         text="".join(response.text for response in responses),
+        token_ids=tuple(token.token_id for response in responses for token in response.tokens),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tandem.cost_model import speedup
 
+from .acceptance_by_position import acceptance_by_position
 from .caller import Heard
 from .statistic import median
 
@@ -123,7 +124,7 @@ def pair_row(
         tokens_per_second=_per_second(tokens, seconds),
         speedup=median([ratio for ratio in ratios if not math.isnan(ratio)]),
         tokens_per_round=tokens_per_round,
-        acceptance_per_position=_acceptance(speculative),
+        acceptance_per_position=acceptance_by_position(speculative),
         degraded_rounds=sum(heard.finish.speculation.degraded_rounds for heard in speculative),
         plain_first_token=1000 * median([heard.first_token_seconds for heard in plain]),
         first_token=1000 * median([heard.first_token_seconds for heard in speculative]),
@@ -151,15 +152,3 @@ def _per_second(tokens: int, seconds: float) -> float:
 def _ratio(trial: Trial, gamma: int, max_tokens: int) -> float:
     plain = (_rate(trial.before, 0, max_tokens) + _rate(trial.after, 0, max_tokens)) / 2
     return _rate(trial.speculative, gamma, max_tokens) / plain
-
-
-def _acceptance(heard: Sequence[Heard]) -> tuple[float, ...]:
-    """By position: accepted there over drafted there, a position behind a rejection counted as not accepted."""
-    statistics = [each.finish.speculation for each in heard]
-    depth = max((len(each.draft_tokens_per_position) for each in statistics), default=0)
-    drafted, accepted = [0] * depth, [0] * depth
-    for each in statistics:
-        for position, count in enumerate(each.draft_tokens_per_position):
-            drafted[position] += count
-            accepted[position] += each.accepted_tokens_per_position[position]
-    return tuple(hits / tries if tries else 0.0 for hits, tries in zip(accepted, drafted, strict=True))

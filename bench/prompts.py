@@ -62,3 +62,8 @@ PROMPT_CLASSES = (
         ),
     ),
 )
+
+
+def prompt_class(name: str) -> PromptClass:
+    """The one of that name."""
+    return next(each for each in PROMPT_CLASSES if each.name == name)

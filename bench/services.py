@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,12 +27,27 @@ class ServiceFailed(Exception):
     """A service ended or didn't become ready; the message has the end of its log."""
 
 
+class Process(Protocol):
+    """What is used of a subprocess.Popen."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutError, or subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int, /) -> None:
+        """To the process, if it still runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """One running process."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def wait_serving(self, address: str) -> None:
@@ -53,8 +68,8 @@ class Service:
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        except (TimeoutError, subprocess.TimeoutExpired):
+            self.process.send_signal(signal.SIGKILL)
             self.process.wait()
 
 
@@ -65,25 +80,53 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-@contextlib.contextmanager
-def running(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Service]:
-    """Runs `python <arguments>` with its output in `folder`; it is not waited for."""
-    log = folder / f"{name}.log"
+def start_process(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Starts `python <arguments>`, its output added to `log`."""
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, *arguments],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+@contextlib.contextmanager
+def running(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Service]:
+    """Runs `python <arguments>` with its output in `folder`; it is not waited for."""
+    log = folder / f"{name}.log"
+    process = start_process(
+        arguments, {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}, log
+    )
     service = Service(name, process, log)
     try:
         yield service
     finally:
         service.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A service to start: `python -m <module>`."""
+
+    name: str
+    module: str
+    environment: Mapping[str, str]
+    address: str
+    """Where it reports its health."""
+
+
+def run_all(stack: contextlib.AsyncExitStack, planned: Sequence[Planned], folder: Path) -> list[Service]:
+    """Starts services beside one another, and returns when all of them serve; they run until `stack` is left."""
+    services = [
+        stack.enter_context(running(each.name, ["-m", each.module], each.environment, folder)) for each in planned
+    ]
+    for service, each in zip(services, planned, strict=True):
+        service.wait_serving(each.address)
+    return services
 
 
 @contextlib.contextmanager

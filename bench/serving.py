@@ -11,8 +11,8 @@ import itertools
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
@@ -21,12 +21,15 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.v1 import orchestrator_pb2 as api
+from tandem.v1 import sampling_pb2
 
 from .caller import generate, generate_together
-from .pair import DRAFT, TARGET
-from .services import Service, free_address, running, running_store
-from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case
+from .running_pair import ModelPair
+from .services import Planned, free_address, run_all, running_store
+from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case, serving_constants
+from .simulation import Constants
 from .statistic import median
+from .worker_times import SyntheticSessions, WorkerStreams, WorkerTimes, worker_streams
 
 DRAFT_SECONDS = 60.0
 LARGEST_TOKEN_ID = 512
@@ -40,10 +43,7 @@ QUESTION_TOKENS = 16
 class ServingOptions:
     """What to measure."""
 
-    target: Path = TARGET
-    draft: Path = DRAFT
-    dtype: str = "float32"
-    threads: int = 1
+    models: ModelPair = field(default_factory=ModelPair)
     concurrencies: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     gammas: Sequence[int] = (0, 5)
     max_tokens: int = 48
@@ -52,6 +52,8 @@ class ServingOptions:
     """Requests of the other side in each repeat, one after the other: its rate does not depend on how many there are."""
     shared_tokens: int = 1000
     prefix_trials: int = 4
+    samples: int = 8
+    """Timings of each worker step at each number of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class _Bench:
     alone: grpc.aio.Channel
     orchestrator: psutil.Process
     target_metrics: str
+    workers: WorkerStreams
     options: ServingOptions
 
 
@@ -73,7 +76,8 @@ async def measure(options: ServingOptions) -> ServingResult:
                 for concurrency, gamma in itertools.product(options.concurrencies, options.gammas)
             ]
             prefix = await _prefix(bench)
-    return ServingResult(options.target.name, options.draft.name, options.max_tokens, cases, prefix)
+            constants = await _constants(bench, cases)
+    return ServingResult(str(options.models), options.max_tokens, cases, prefix, constants)
 
 
 async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
@@ -122,7 +126,8 @@ async def _prefix(bench: _Bench) -> PrefixResult:
     """The same beginning with and without what the cache has of it, taking turns."""
     options = bench.options
     beginning = _token_ids(1, options.shared_tokens)
-    cold, warm = [], []
+    cold: list[float] = []
+    warm: list[float] = []
     for trial in range(options.prefix_trials + 1):
         for times, salt in ((cold, f"trial {trial}"), (warm, "all trials")):
             request = _request(bench, [*beginning, *_token_ids(2 + trial, QUESTION_TOKENS)], max(options.gammas))
@@ -132,6 +137,25 @@ async def _prefix(bench: _Bench) -> PrefixResult:
             if trial:  # the first one fills the cache
                 times.append(1000 * heard.first_token_seconds)
     return PrefixResult(options.shared_tokens, median(cold), median(warm))
+
+
+async def _constants(bench: _Bench, cases: Sequence[ServingCase]) -> Constants | None:
+    """The workers' times at every batch and block of the cases, and what a round of one plain request takes beyond them."""
+    gammas = [gamma for gamma in bench.options.gammas if gamma]
+    length = PROMPT_TOKENS + bench.options.max_tokens // 2
+    sampling = sampling_pb2.Sampling(top_p=1.0, acceptance_method=sampling_pb2.ACCEPTANCE_METHOD_REJECTION)
+    draft_steps, forwards = [], []
+    for count in bench.options.concurrencies:
+        times = WorkerTimes()
+        sessions = SyntheticSessions(bench.workers, length, sampling, count)
+        await sessions.open()
+        await sessions.sample(times, gammas, bench.options.samples)
+        await sessions.close()
+        forwards.append((count, median(times.plain_step)))
+        for gamma in gammas:
+            draft_steps.append((count, median(times.draft[gamma]) / gamma))
+            forwards.append((count * (gamma + 1), median(times.verify[gamma])))
+    return serving_constants(draft_steps, forwards, cases)
 
 
 def _batches(address: str) -> tuple[float, float]:
@@ -164,46 +188,49 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
     workers = {"draft": free_address(), "target": free_address()}
     metrics = free_address()
     most = max(options.concurrencies)
-    started: dict[str, Service] = {}
-    with running_store(folder) as redis_url, contextlib.ExitStack() as services:
-        for role, model in (("draft", options.draft), ("target", options.target)):
-            prefix = f"TANDEM_{role.upper()}"
-            environment = {
-                f"{prefix}_LISTEN": workers[role],
-                f"{prefix}_MODEL": str(model),
-                f"{prefix}_DTYPE": options.dtype,
-                f"{prefix}_THREADS": str(options.threads),
-                f"{prefix}_SLOTS": str(most + 1),
-                f"{prefix}_CONTEXT_LENGTH": str(options.shared_tokens + QUESTION_TOKENS + options.max_tokens + 32),
-                "OMP_NUM_THREADS": str(options.threads),
-            }
-            if role == "target":
-                environment["TANDEM_TARGET_METRICS_LISTEN"] = metrics
-            module = f"{role}_service"
-            started[role] = services.enter_context(running(module, ["-m", module], environment, folder))
-        for role, address in workers.items():
-            started[role].wait_serving(address)
-        listen = {}
-        for name, places in (("together", most), ("alone", 1)):
-            listen[name] = free_address()
-            environment = {
-                "TANDEM_ORCHESTRATOR_LISTEN": listen[name],
-                "TANDEM_DRAFT_ADDRESSES": workers["draft"],
-                "TANDEM_TARGET_ADDRESSES": workers["target"],
-                "TANDEM_TOKENIZER": str(options.target),
-                "TANDEM_REDIS_URL": redis_url,
-                "TANDEM_MAX_RUNNING_REQUESTS": str(places),
-                "TANDEM_MAX_WAITING_SECONDS": "600",
-                # A slow machine must not turn a round of speculation into a plain one.
-                "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
-            }
-            module = f"orchestrator-{name}"
-            started[name] = services.enter_context(running(module, ["-m", "orchestrator"], environment, folder))
-        for name, address in listen.items():
-            started[name].wait_serving(address)
-        orchestrator = psutil.Process(started["together"].process.pid)
-        async with (
-            grpc.aio.insecure_channel(listen["together"]) as together,
-            grpc.aio.insecure_channel(listen["alone"]) as alone,
-        ):
-            yield _Bench(together, alone, orchestrator, metrics, options)
+    async with contextlib.AsyncExitStack() as stack:
+        redis_url = stack.enter_context(running_store(folder))
+        run_all(stack, [_worker(role, address, metrics, options) for role, address in workers.items()], folder)
+        places = {"together": most, "alone": 1}
+        planned = [_orchestrator(name, count, workers, redis_url, options) for name, count in places.items()]
+        services = run_all(stack, planned, folder)
+        calls = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(orchestrator.address)) for orchestrator in planned
+        ]
+        process = psutil.Process(services[0].process.pid)
+        streams = await stack.enter_async_context(worker_streams(workers["draft"], workers["target"]))
+        yield _Bench(calls[0], calls[1], process, metrics, streams, options)
+
+
+def _worker(role: str, listen: str, metrics: str, options: ServingOptions) -> Planned:
+    models, prefix = options.models, f"TANDEM_{role.upper()}"
+    environment = {
+        f"{prefix}_LISTEN": listen,
+        f"{prefix}_MODEL": str(models.target if role == "target" else models.draft),
+        f"{prefix}_DTYPE": models.dtype,
+        f"{prefix}_THREADS": str(models.threads),
+        f"{prefix}_SLOTS": str(max(options.concurrencies) + 1),
+        f"{prefix}_CONTEXT_LENGTH": str(options.shared_tokens + QUESTION_TOKENS + options.max_tokens + 32),
+        "OMP_NUM_THREADS": str(models.threads),
+    }
+    if role == "target":
+        environment["TANDEM_TARGET_METRICS_LISTEN"] = metrics
+    return Planned(role, f"{role}_service", environment, listen)
+
+
+def _orchestrator(
+    name: str, places: int, workers: Mapping[str, str], redis_url: str, options: ServingOptions
+) -> Planned:
+    listen = free_address()
+    environment = {
+        "TANDEM_ORCHESTRATOR_LISTEN": listen,
+        "TANDEM_DRAFT_ADDRESSES": workers["draft"],
+        "TANDEM_TARGET_ADDRESSES": workers["target"],
+        "TANDEM_TOKENIZER": str(options.models.target),
+        "TANDEM_REDIS_URL": redis_url,
+        "TANDEM_MAX_RUNNING_REQUESTS": str(places),
+        "TANDEM_MAX_WAITING_SECONDS": "600",
+        # A slow machine must not turn a round of speculation into a plain one.
+        "TANDEM_DRAFT_TIMEOUT_SECONDS": "60",
+    }
+    return Planned(f"orchestrator-{name}", "orchestrator", environment, listen)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from .acceptance_by_position import acceptance_by_position, conditional
 from .caller import Heard
+from .simulation import Constants, Curve, curve
 from .statistic import median, quantile
 from .tables import Goal, results_table
 
@@ -65,6 +67,14 @@ class ServingCase:
     """Items in a forward of the target."""
     orchestrator_cpu: float
     """Milliseconds for a token."""
+    tokens_per_round: float
+    acceptance: tuple[float, ...]
+    """By position, of those reached."""
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all requests, the prompts' reading left out."""
+        return 1000 * self.concurrency / self.per_output_token.p50
 
     @property
     def batching_gain(self) -> float:
@@ -90,11 +100,31 @@ class PrefixResult:
 class ServingResult:
     """All that was measured."""
 
-    target: str
-    draft: str
+    models: str
     max_tokens: int
     cases: list[ServingCase]
     prefix: PrefixResult
+    constants: Constants | None
+    """What `simulate` needs to know; None without a case of one plain request."""
+
+
+def serving_constants(
+    draft_steps: Sequence[tuple[float, float]], forwards: Sequence[tuple[float, float]], cases: Sequence[ServingCase]
+) -> Constants | None:
+    """From the workers' times by size; the rest of a round is what one plain request waits beyond its forward."""
+    alone = next((case for case in cases if (case.concurrency, case.gamma) == (1, 0)), None)
+    if alone is None:
+        return None
+    target = curve(forwards)
+    return Constants(
+        draft_step=curve(draft_steps) if draft_steps else Curve(((1.0, 0.0),)),
+        target_forward=target,
+        overhead=max(0.0, alone.per_output_token.p50 / 1000 - target.seconds(1)),
+        orchestrator=min(
+            alone.orchestrator_cpu / 1000, max(0.0, alone.per_output_token.p50 / 1000 - target.seconds(1))
+        ),
+        acceptance=max((case.acceptance for case in cases), key=len),
+    )
 
 
 def serving_case(concurrency: int, gamma: int, together: Sequence[Load], alone: Sequence[Load]) -> ServingCase:
@@ -114,6 +144,8 @@ def serving_case(concurrency: int, gamma: int, together: Sequence[Load], alone: 
         per_output_token=_latency(per_token),
         batch_size=sum(load.items for load in together) / max(1.0, sum(load.forwards for load in together)),
         orchestrator_cpu=1000 * sum(load.orchestrator_cpu for load in together) / sum(load.tokens for load in together),
+        tokens_per_round=sum(load.tokens for load in together) / sum(len(each.arrivals) for each in heard),
+        acceptance=conditional(acceptance_by_position(heard)),
     )
 
 
@@ -124,7 +156,7 @@ def _latency(seconds: Sequence[float]) -> Latency:
 def serving_tables(result: ServingResult) -> list[Table]:
     """Load and prefix."""
     cases = results_table(
-        f"Requests at the same time: {result.target} with {result.draft}, {result.max_tokens} tokens each, greedy",
+        f"Requests at the same time: {result.models}, {result.max_tokens} tokens each, greedy",
         ("requests", "gamma", "tokens/s", "one by one", "gain", "TTFT p50/p95/p99", "TPOT p50/p95/p99", "batch", "CPU"),
     )
     for case in result.cases:

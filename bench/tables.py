@@ -150,10 +150,7 @@ def tracing_goals(result: TracingResult) -> list[Goal]:
 
 def pair_tables(result: PairResult) -> list[Table]:
     """Speed, and what a round is made of."""
-    title = (
-        f"{result.target} with {result.draft}: {result.dtype}, {result.threads} thread each, one request, "
-        f"up to {result.max_tokens} tokens"
-    )
+    title = f"{result.models}, one request, up to {result.max_tokens} tokens"
     speed = results_table(
         title,
         (

@@ -1,6 +1,6 @@
 """The times of the cost model over the real wire: a draft's block and a target's step, driven without an orchestrator.
 
-A synthetic session of a given length is proposed for and verified again and again, each time cropped back. Proposals and
+Synthetic sessions of a given length are proposed for and verified again and again, each time cropped back. Proposals and
 verifications take turns, as in real rounds, so that neither finds the caches warmer than it would there.
 """
 
@@ -69,66 +69,78 @@ async def worker_streams(draft: str, target: str) -> AsyncIterator[WorkerStreams
             verify.cancel()
 
 
-class SyntheticSession:
-    """A session of `length` arbitrary tokens on both workers."""
+class SyntheticSessions:
+    """Sessions of `length` arbitrary tokens on both workers, which move together: all of them in each message."""
 
-    def __init__(self, streams: WorkerStreams, length: int, sampling: sampling_pb2.Sampling) -> None:
+    def __init__(self, streams: WorkerStreams, length: int, sampling: sampling_pb2.Sampling, count: int = 1) -> None:
         self._streams = streams
-        self._sampling = sampling
-        self._id = f"bench-{uuid.uuid4().hex}"
-        ids = np.random.default_rng(length).integers(0, streams.vocabulary_size, length)
-        self._prefix = Prefix(wire.encode_ids(ids))
-        self._epoch = 0
-        self._cached = {"draft": 0, "target": 0}
+        self._sessions = [_Session(number, length, streams.vocabulary_size, sampling) for number in range(count)]
 
     async def open(self) -> None:
-        """Fills both caches; the prefill isn't measured."""
+        """Fills all caches; the prefill isn't measured."""
         await self._verify(await self._propose(1))
 
     async def sample(self, times: WorkerTimes, gammas: Sequence[int], count: int) -> None:
         """Adds `count` samples of every time, in turns."""
+        plain = [draft_pb2.Proposal()] * len(self._sessions)
         for _ in range(count):
             for gamma in gammas:
                 started = time.perf_counter()
-                proposal = await self._propose(gamma)
+                proposals = await self._propose(gamma)
                 proposed = time.perf_counter()
-                await self._verify(proposal)
+                await self._verify(proposals)
                 verified = time.perf_counter()
                 times.draft.setdefault(gamma, []).append(proposed - started)
                 times.verify.setdefault(gamma, []).append(verified - proposed)
             started = time.perf_counter()
-            await self._verify(draft_pb2.Proposal())
+            await self._verify(plain)
             times.plain_step.append(time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Releases the session at both workers."""
-        await self._streams.propose.write(draft_pb2.ProposeBatch(release_request_ids=[self._id]))
-        await self._streams.verify.write(target_pb2.VerifyBatch(release_request_ids=[self._id]))
+        """Releases the sessions at both workers."""
+        names = [session.name for session in self._sessions]
+        await self._streams.propose.write(draft_pb2.ProposeBatch(release_request_ids=names))
+        await self._streams.verify.write(target_pb2.VerifyBatch(release_request_ids=names))
 
-    async def _propose(self, gamma: int) -> draft_pb2.Proposal:
+    async def _propose(self, gamma: int) -> list[draft_pb2.Proposal]:
+        items = [session.propose_item(gamma) for session in self._sessions]
+        answers = await _exchange(self._streams.propose, draft_pb2.ProposeBatch(items=items))
+        return [answer.proposal for answer in answers]
+
+    async def _verify(self, proposals: Sequence[draft_pb2.Proposal]) -> None:
+        items = [session.verify_item(proposal) for session, proposal in zip(self._sessions, proposals, strict=True)]
+        await _exchange(self._streams.verify, target_pb2.VerifyBatch(items=items))
+
+
+class _Session:
+    def __init__(self, number: int, length: int, vocabulary_size: int, sampling: sampling_pb2.Sampling) -> None:
+        self.name = f"bench-{uuid.uuid4().hex}"
+        self._sampling = sampling
+        ids = np.random.default_rng((length, number)).integers(0, vocabulary_size, length)
+        self._prefix = Prefix(wire.encode_ids(ids))
+        self._epoch = 0
+        self._cached = {"draft": 0, "target": 0}
+
+    def propose_item(self, gamma: int) -> draft_pb2.ProposeItem:
         self._epoch += 1
-        item = draft_pb2.ProposeItem(
-            request_id=self._id,
+        return draft_pb2.ProposeItem(
+            request_id=self.name,
             cache_epoch=self._epoch,
             prefix=self._update("draft"),
             sampling=self._sampling,
             num_speculative_tokens=gamma,
         )
-        answer = await _exchange(self._streams.propose, draft_pb2.ProposeBatch(items=[item]))
-        proposal: draft_pb2.Proposal = answer.proposal
-        return proposal
 
-    async def _verify(self, proposal: draft_pb2.Proposal) -> None:
+    def verify_item(self, proposal: draft_pb2.Proposal) -> target_pb2.VerifyItem:
         self._epoch += 1
-        item = target_pb2.VerifyItem(
-            request_id=self._id,
+        return target_pb2.VerifyItem(
+            request_id=self.name,
             cache_epoch=self._epoch,
             prefix=self._update("target"),
             sampling=self._sampling,
             draft_token_ids=wire.encode_ids([token.token_id for token in proposal.tokens]),
             support_ids=[token.support_ids for token in proposal.tokens],
         )
-        await _exchange(self._streams.verify, target_pb2.VerifyBatch(items=[item]))
 
     def _update(self, role: str) -> worker_pb2.PrefixUpdate:
         update = self._prefix.update_from(self._cached[role])
@@ -136,9 +148,13 @@ class SyntheticSession:
         return update
 
 
-async def _exchange(stream: Any, batch: Any) -> Any:
+async def _exchange(stream: Any, batch: Any) -> list[Any]:
+    """The answers in the order of the items, of however many messages they come in."""
     await stream.write(batch)
-    answer = (await stream.read()).items[0]
-    if answer.HasField("error"):
-        raise RuntimeError(f"a worker refused the synthetic session: {answer.error}")
-    return answer
+    answers: dict[str, Any] = {}
+    while len(answers) < len(batch.items):
+        for answer in (await stream.read()).items:
+            if answer.HasField("error"):
+                raise RuntimeError(f"a worker refused the synthetic session: {answer.error}")
+            answers[answer.request_id] = answer
+    return [answers[item.request_id] for item in batch.items]

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from bench import acceptance
-from bench.__main__ import _plain, _with_default
+from bench.__main__ import _plain
 from bench.acceptance import AcceptanceRow
+from bench.arguments import cases_from, options_from, parse
 from bench.caller import Heard
 from bench.fixed_answers import FixedAnswers
+from bench.pair import PairOptions
 from bench.pair_results import Costs, Trial, pair_row
 from bench.prompts import PROMPT_CLASSES
 from bench.round_bytes import round_bytes
@@ -113,12 +115,30 @@ def test_results_become_json_with_what_follows_from_them() -> None:
     )
 
 
+def test_what_has_no_number_in_json_is_null() -> None:
+    assert json.dumps(_plain({"round": float("nan"), "limit": float("inf"), "rest": 1.5})) == (
+        '{"round": null, "limit": null, "rest": 1.5}'
+    )
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [([], ["all"]), (["--json", "x"], ["all", "--json", "x"]), (["pair", "--quick"], ["pair", "--quick"])],
+    ("arguments", "expected"), [([], "all"), (["--json", "x"], "all"), (["pair", "--quick"], "pair")]
 )
-def test_both_are_measured_by_default(arguments: list[str], expected: list[str]) -> None:
-    assert _with_default(arguments) == expected
+def test_all_is_measured_by_default(arguments: list[str], expected: str) -> None:
+    assert parse(arguments).command == expected
+
+
+def test_the_command_line_wins_over_quick_over_the_default() -> None:
+    default = PairOptions(overhead=1.0)
+    quick = options_from(parse(["pair", "--quick", "--overhead-ms", "1", "--gamma", "7"]), PairOptions)
+    assert quick.gammas == (7,)
+    assert quick.max_tokens < default.max_tokens
+    assert options_from(parse(["pair", "--overhead-ms", "1"]), PairOptions) == default
+
+
+def test_cases_are_all_combinations() -> None:
+    assert cases_from(parse(["pair", "--classes", "chat,code", "--temperature", "1"])) == (("chat", 1.0), ("code", 1.0))
+    assert cases_from(parse(["pair"])) is None
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from bench import acceptance
+from bench import acceptance, services
 from bench.__main__ import main
 from bench.prompts import PROMPT_CLASSES
-from bench.services import Service
 from tests.support.forked_services import ForkedService
 from tests.support.services import MODELS, REPOSITORY
+
+
+def forking(fault: str | None = None) -> Callable[..., ForkedService]:
+    """What `bench.services.start_process` is, with the tests' quick start, and a fault of the draft."""
+
+    def start_process(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedService:
+        minus_m, *command = arguments
+        assert minus_m == "-m"
+        if fault and command == ["draft_service"]:
+            command = ["tests.support.faulty_service", *command, fault]
+        return ForkedService(command, environment, REPOSITORY, log)
+
+    return start_process
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Services start in a second instead of ten; those of `overhead` really start."""
+    if request.node.name != "test_overhead":
+        monkeypatch.setattr(services, "start_process", forking())
 
 
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,32 +78,14 @@ def test_tracing(tmp_path: Path) -> None:
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
 
 
-def forked(fault: str | None) -> Callable[..., contextlib.AbstractContextManager[Service]]:
-    """What `bench.services.running` is, with the tests' quick start, and the draft's fault."""
-
-    @contextlib.contextmanager
-    def running(name: str, _: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Service]:
-        command = ["tests.support.faulty_service", name, fault] if fault and name == "draft_service" else [name]
-        log = folder / f"{name}.log"
-        process = ForkedService(command, {**os.environ, **environment}, REPOSITORY, log)
-        service = Service(name, process, log)  # type: ignore[arg-type]
-        try:
-            yield service
-        finally:
-            service.stop()
-
-    return running
-
-
 def test_acceptance_fails_where_a_cache_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would tell: the text is right whatever the draft proposes."""
     monkeypatch.setattr(acceptance, "PROMPT_CLASSES", PROMPT_CLASSES[:1])
     monkeypatch.setattr(acceptance, "TEMPERATURES", (0.0,))
     models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
     arguments = ["acceptance", *models, "--recorded", str(tmp_path / "record.json")]
-    monkeypatch.setattr("bench.pair.running", forked(None))
     assert main([*arguments, "--record"]) == 0
-    monkeypatch.setattr("bench.pair.running", forked("rollback_off_by_one"))
+    monkeypatch.setattr(services, "start_process", forking("rollback_off_by_one"))
     assert main(arguments) == 1
 
 
@@ -94,6 +93,7 @@ def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
     amount = ["--requests", "1,3", "--gamma", "0,2", "--tokens", "8", "--repeats", "1", "--shared-tokens", "100"]
+    amount += ["--samples", "2"]
     assert main(["serving", *models, *amount, "--json", str(file)]) == 0
     cases = json.loads(file.read_text())["serving"]["cases"]
     assert [(case["concurrency"], case["gamma"]) for case in cases] == [(1, 0), (1, 2), (3, 0), (3, 2)]
@@ -102,5 +102,23 @@ def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 1 <= case["batch_size"] <= case["concurrency"]
         assert 0 < case["first_token"]["p50"] <= case["first_token"]["p99"]
         assert case["per_output_token"]["p50"] > 0
+        assert len(case["acceptance"]) == case["gamma"]
     assert json.loads(file.read_text())["serving"]["prefix"]["ratio"] > 0
     assert "one by one" in capsys.readouterr().out
+    # What was measured is what a simulation starts from, and is compared with.
+    assert main(["simulate", "--from", str(file), "--requests", "1", "--targets-per-draft", "1", "--gamma", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "Simulated beside measured" in printed
+    assert "draft on the target's device" in printed
+
+
+def test_network(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
+    amount = ["--rtt-ms", "0,200", "--gamma", "0,2", "--tokens", "12", "--repeats", "1"]
+    assert main(["network", *models, *amount, "--json", str(file)]) == 0
+    rows = {(row["round_trip"], row["gamma"]): row for row in json.loads(file.read_text())["network"]["rows"]}
+    assert set(rows) == {(0.0, 0), (0.0, 2), (200.0, 0), (200.0, 2)}
+    assert all(row["round"] > 0 and 1 <= row["tokens_per_round"] <= 1 + row["gamma"] for row in rows.values())
+    # The caller may hear of the first of eleven rounds a second late, and the mean is still above this.
+    assert rows[200.0, 0]["round"] >= 100
