@@ -38,7 +38,8 @@ class OrchestratorConfig:
     )
     tokenizer: str = setting("TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config")
     redis_url: str = setting(
-        "TANDEM_REDIS_URL", help="the store of committed tokens: redis://, rediss:// or redis+sentinel://"
+        "TANDEM_REDIS_URL",
+        help="the store of committed tokens: redis://, redis+sentinel:// or redis+cluster://; over TLS rediss…",
     )
     draft_addresses: tuple[str, ...] = setting(
         "TANDEM_DRAFT_ADDRESSES",

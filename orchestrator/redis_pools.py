@@ -1,84 +1,138 @@
-"""Connections to wherever the primary is: at an address of its own, or where a Sentinel says."""
+"""Connections to where the store's URL says: one primary, the primary that Sentinels name, or a Redis Cluster."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.connection import ConnectionPool, parse_url
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, Connection, ConnectionPool, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
 
-SCHEMES = ("redis", "rediss", "unix")
-SENTINEL_SCHEME = "redis+sentinel"
+from .redis_nodes import Address, ClusterNodes, Nodes, OnePrimary
+from .redis_tls import FollowingSSLConnection
+
+_SINGLE = ("redis", "rediss", "unix")
+_SENTINEL = ("redis+sentinel", "rediss+sentinel")
+_CLUSTER = ("redis+cluster", "rediss+cluster")
 _SENTINEL_CONNECTIONS = 4
 """Times the connections of an ordinary pool: a Sentinel's pool raises at its limit, where the other waits."""
+_SHARE_OF_ASKING = 4
+"""So many nodes of a cluster can be asked who serves what within the time of one exchange."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+class _FollowingSentinelConnection(SentinelManagedConnection, FollowingSSLConnection):
+    """To the primary that Sentinels name, over TLS."""
+
+
+def is_encrypted(url: str) -> bool:
+    """Whether the address asks for TLS."""
+    return urlsplit(url).scheme.startswith("rediss")
 
 
 def check_url(url: str) -> None:
     """Raises ValueError in words that don't repeat the URL, which may hold a password."""
     parts = urlsplit(url)
-    if parts.scheme == SENTINEL_SCHEME:
-        _sentinels(url)
+    if parts.scheme in (*_SENTINEL, *_CLUSTER):
+        _SeveralHosts.parse(url)
         return
     if "sentinel" in parts.scheme:
-        raise ValueError(
-            f"Sentinel addresses are {SENTINEL_SCHEME}://host:port,host:port/service; over TLS they are not supported"
-        )
+        raise ValueError(f"Sentinel addresses are {' or '.join(_SENTINEL)}://host:port,host:port/service")
     if "cluster" in parts.scheme or "," in parts.netloc:
-        raise ValueError("Redis Cluster addresses are not supported: give the address of a single primary")
-    if parts.scheme not in SCHEMES:
-        raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+        raise ValueError(f"Redis Cluster addresses are {' or '.join(_CLUSTER)}://host:port,host:port")
+    if parts.scheme not in _SINGLE:
+        raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in _SINGLE)}")
     try:
         _ = parts.port
     except ValueError:
         raise ValueError("the port is no number; a password's special characters must be percent-encoded") from None
 
 
-def make_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> ConnectionPool:
-    """A pool whose connections lead to the primary. `settings` are those of each connection."""
-    if urlsplit(url).scheme != SENTINEL_SCHEME:
+def make_nodes(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> Nodes:
+    """The store that the URL names. `settings` are those of each connection, `size` their number for each node, and
+    `wait_seconds` how long one exchange may take."""
+    scheme = urlsplit(url).scheme
+    limits = {"max_connections": size, "timeout": wait_seconds}
+    if scheme in _SENTINEL:
+        return OnePrimary(_sentinel_pool(url, settings, size, wait_seconds))
+    if scheme not in _CLUSTER:
         # The URL can't undo a setting.
-        fixed = {**settings, "max_connections": size, "timeout": wait_seconds}
-        return BlockingConnectionPool(**{**parse_url(url), **fixed})
-    sentinels, service, credentials = _sentinels(url)
+        return OnePrimary(_pool(url, **{**parse_url(url), **settings, **limits}))
+    hosts = _SeveralHosts.parse(url)
+
+    def pool_for(host: str, port: int) -> ConnectionPool:
+        return _pool(url, **hosts.login, **settings, **limits, host=host, port=port)
+
+    return ClusterNodes(hosts.addresses, pool_for, wait_seconds / _SHARE_OF_ASKING)
+
+
+def _pool(url: str, **settings: Any) -> ConnectionPool:
+    if is_encrypted(url):
+        settings["connection_class"] = FollowingSSLConnection
+    return BlockingConnectionPool(**settings)
+
+
+def _sentinel_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> ConnectionPool:
+    hosts, encrypted = _SeveralHosts.parse(url), is_encrypted(url)
     # The password is the primary's; a Sentinel that has one of its own can't be asked.
     asking = {
+        **{name: value for name, value in settings.items() if name.startswith("ssl_")},
         "socket_timeout": wait_seconds,
         "socket_connect_timeout": settings["socket_connect_timeout"],
         # One that is away must not use up the time in which the next could have been asked.
         "retry": Retry(NoBackoff(), 0),
+        "connection_class": FollowingSSLConnection if encrypted else Connection,
     }
-    manager = Sentinel(sentinels, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    manager = Sentinel([])  # type: ignore[no-untyped-call]
+    manager.sentinels = [
+        Redis.from_pool(ConnectionPool(host=host, port=port, **asking)) for host, port in hosts.addresses
+    ]
+    connection_class: type[AbstractConnection] = (
+        _FollowingSentinelConnection if encrypted else SentinelManagedConnection
+    )
     return SentinelConnectionPool(  # type: ignore[no-untyped-call]
-        service,
+        hosts.service,
         manager,
-        connection_class=SentinelManagedConnection,
+        connection_class=connection_class,
         max_connections=size * _SENTINEL_CONNECTIONS,
-        **credentials,
+        db=hosts.database,
+        **hosts.login,
         **settings,
     )
 
 
-def _sentinels(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
-    """The Sentinels' addresses, the service's name, and user, password and database of the primary."""
-    rest = url.partition("://")[2].partition("?")[0]
-    authority, _, path = rest.partition("/")
-    login, _, hosts = authority.rpartition("@")
-    user, _, password = login.partition(":")
-    service, _, database = path.partition("/")
-    addresses = [part.rpartition(":") for part in hosts.split(",")]
-    if not service or (database and not database.isdigit()):
-        raise ValueError(f"a Sentinel address is {SENTINEL_SCHEME}://host:port,host:port/service/database")
-    if not all(_HOST.fullmatch(host) and port.isdigit() and int(port) < 65536 for host, _, port in addresses):
-        raise ValueError("each Sentinel must be given as host:port")
-    credentials = {
-        "username": unquote(user) or None,
-        "password": unquote(password) or None,
-        "db": int(database or 0),
-    }
-    return [(host.strip("[]"), int(port)) for host, _, port in addresses], unquote(service), credentials
+@dataclass(frozen=True, slots=True)
+class _SeveralHosts:
+    """What the URL of several Sentinels, or of several nodes of a cluster, says; user and password are the primaries'."""
+
+    addresses: list[Address]
+    login: dict[str, str | None]
+    service: str
+    database: int
+
+    @classmethod
+    def parse(cls, url: str) -> _SeveralHosts:
+        """Raises ValueError in words that don't repeat the URL."""
+        scheme, _, rest = url.partition("://")
+        authority, _, path = rest.partition("?")[0].partition("/")
+        login, _, hosts = authority.rpartition("@")
+        user, _, password = login.partition(":")
+        service, _, database = path.partition("/")
+        if scheme in _CLUSTER and path not in ("", "0"):
+            raise ValueError(f"a Redis Cluster has only database 0: {scheme}://host:port,host:port")
+        if scheme in _SENTINEL and (not service or (database and not database.isdigit())):
+            raise ValueError(f"a Sentinel address is {scheme}://host:port,host:port/service/database")
+        addresses = [part.rpartition(":") for part in hosts.split(",")]
+        if not all(_HOST.fullmatch(host) and port.isdigit() and int(port) < 65536 for host, _, port in addresses):
+            raise ValueError("each Sentinel, or node of a cluster, must be given as host:port")
+        return cls(
+            addresses=[(host.strip("[]"), int(port)) for host, _, port in addresses],
+            login={"username": unquote(user) or None, "password": unquote(password) or None},
+            service=unquote(service),
+            database=int(database or 0),
+        )

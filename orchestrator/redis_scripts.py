@@ -11,7 +11,6 @@ which repeats more than it should. So each script has to recognise that an earli
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +19,10 @@ from importlib import resources
 from typing import Any
 
 import hiredis
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import (
     AskError,
-    ClusterCrossSlotError,
     ClusterDownError,
-    MovedError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -33,6 +30,8 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
+
+from .redis_nodes import Address, Connections, Nodes
 
 # Each flush of the script cache can be met once per exchange; three in a row mean that the scripts don't stay.
 _MAX_LOADS = 3
@@ -114,13 +113,19 @@ class Acknowledgement:
 class _Call:
     """One script to run, packed for the wire, and the future its caller waits on."""
 
-    __slots__ = ("packed", "repeat", "reply", "script")
+    __slots__ = ("asked", "key", "packed", "repeat", "reply", "script")
 
-    def __init__(self, script: Script, packed: bytes, reply: asyncio.Future[Any], repeat: bool) -> None:
+    def __init__(
+        self, script: Script, packed: bytes, reply: asyncio.Future[Any], repeat: bool, key: bytes | None = None
+    ) -> None:
         self.script = script
         self.packed = packed
         self.reply = reply
         self.repeat = repeat
+        self.key = key
+        """One of its keys, which have all one hash tag."""
+        self.asked: Address | None = None
+        """Where a node of a cluster has sent it for this once."""
 
     def answer(self, reply: Any) -> None:
         if self.reply.done():  # the caller was cancelled
@@ -135,72 +140,18 @@ class _Call:
             self.reply.set_exception(error)
 
 
-class _Connections:
-    """Lends the connections of a pool. One that is not wanted elsewhere stays here, ready: asking the pool for it
-    and giving it back again would be a tenth of a commit.
-    """
-
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
-        self._spare: AbstractConnection | None = None
-        self._waiting = 0
-
-    async def take(self) -> AbstractConnection:
-        """A connection for one exchange. Raises RedisError."""
-        connection, self._spare = self._spare, None
-        if connection is None:
-            return await self._take_from_pool()
-        try:
-            # Notices what has been closed or has bytes left, and connects anew.
-            await self._pool.ensure_connection(connection)
-        except BaseException:
-            await self.give_back(connection, clean=False)
-            raise
-        return connection
-
-    async def _take_from_pool(self) -> AbstractConnection:
-        self._waiting += 1
-        try:
-            connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-            return connection
-        finally:
-            self._waiting -= 1
-
-    async def give_back(self, connection: AbstractConnection, clean: bool) -> None:
-        """Ends a loan; a connection that may have replies left is closed."""
-        if not clean:
-            await connection.disconnect(nowait=True)
-        elif self._spare is None and not self._waiting:
-            self._spare = connection
-            return
-        await self._pool.release(connection)
-
-    async def drop_idle(self) -> None:
-        """Closes the connections that are not lent."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            await self.give_back(spare, clean=False)
-        with contextlib.suppress(RedisError, OSError):
-            await self._pool.disconnect(inuse_connections=False)
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self.drop_idle()
-        await self._pool.aclose()
-
-
 class ScriptPipeline:
-    """Runs scripts through a pool of connections, which it owns. Use it from one event loop."""
+    """Runs scripts at the nodes of the store, whose connections it owns. Use it from one event loop."""
 
     def __init__(
         self,
-        pool: ConnectionPool,
+        nodes: Nodes,
         patience: Patience,
         on_retry: Callable[[str], None],
         acknowledgement: Acknowledgement | None = None,
     ) -> None:
         self._acknowledgement = acknowledgement
-        self._connections = _Connections(pool)
+        self._nodes = nodes
         self._patience = patience
         self._on_retry = on_retry
         self._batch: list[_Call] = []
@@ -216,18 +167,24 @@ class ScriptPipeline:
             raise StoreUnavailable("the store is closed")
         loop = asyncio.get_running_loop()
         packed = _pack(b"EVALSHA", script.digest, len(keys), *keys, *args)
-        call = _Call(script, packed, loop.create_future(), repeat)
+        call = _Call(script, packed, loop.create_future(), repeat, keys[0] if keys else None)
         if not self._batch:
             loop.call_soon(self._flush)
         self._batch.append(call)
         return await call.reply
+
+    async def run_everywhere(self, script: Script) -> None:
+        """Runs a script without arguments once at each primary. Raises as `run` does; it doesn't repeat."""
+        if problem := await self._locate(self._patience.exchange):
+            raise StoreUnavailable(problem)
+        await asyncio.gather(*(self.run(script, keys, (), repeat=False) for keys in self._nodes.probes()))
 
     async def close(self) -> None:
         """Waits for the calls under way, each of which has a bound, and closes the connections."""
         self._closed = True
         self._flush()
         await asyncio.gather(*self._deliveries, return_exceptions=True)
-        await self._connections.close()
+        await self._nodes.close()
 
     def _flush(self) -> None:
         batch = [call for call in self._batch if not call.reply.done()]
@@ -267,12 +224,39 @@ class ScriptPipeline:
             limit = min(self._patience.exchange, deadline - loop.time())
 
     async def _attempt(self, calls: list[_Call], limit: float) -> str | None:
-        """One exchange; the problem in words if calls are left without an answer."""
+        """One exchange with each node concerned; a problem in words if calls are left without an answer."""
+        if problem := await self._locate(limit):
+            return problem
+        groups: dict[Connections | None, list[_Call]] = {}
+        for call in calls:
+            node = self._nodes.serving(call.key) if call.asked is None else self._nodes.at(call.asked)
+            groups.setdefault(node, []).append(call)
+        if len(groups) == 1:
+            return await self._attempt_at(*groups.popitem(), limit)
+        problems = await asyncio.gather(*(self._attempt_at(node, some, limit) for node, some in groups.items()))
+        return next(filter(None, problems), None)
+
+    async def _locate(self, limit: float) -> str | None:
+        """The problem in words if it isn't known who serves what, and nobody says."""
+        if self._nodes.located:
+            return None
+        try:
+            async with asyncio.timeout(limit):
+                await self._nodes.locate()
+            return None
+        except TimeoutError:
+            return f"no answer within {limit:.2f} s"
+        except (RedisError, OSError) as error:
+            return _reason(error)
+
+    async def _attempt_at(self, node: Connections | None, calls: list[_Call], limit: float) -> str | None:
+        if node is None:
+            return "no node of the cluster serves the slot"
         connection: AbstractConnection | None = None
         clean = False
         try:
             async with asyncio.timeout(limit):
-                connection = await self._connections.take()
+                connection = await node.take()
                 await self._exchange(connection, calls)
             clean = True
             return None
@@ -282,23 +266,24 @@ class ScriptPipeline:
             problem = _reason(error)
         finally:
             if connection is not None:
-                await self._connections.give_back(connection, clean)
-        # What broke one connection (a restart, a failover, a lost route) has usually broken the idle ones too, and
-        # one that leads to a demoted primary would never break by itself.
-        await self._connections.drop_idle()
+                await node.give_back(connection, clean)
+        await self._nodes.suspect(node)
         return problem
 
     async def _exchange(self, connection: AbstractConnection, calls: list[_Call]) -> None:
         """Sends the calls and hands out the replies. Raises RedisError if calls are left without an answer."""
         for _ in range(_MAX_LOADS):
-            await connection.send_packed_command(b"".join([call.packed for call in calls]))
+            await connection.send_packed_command(b"".join([_on_the_wire(call) for call in calls]))
             refusal, unknown, replies = None, [], []
             for call in calls:
+                if call.asked is not None:
+                    await _read(connection)
                 reply = await _read(connection)
                 if isinstance(reply, NoScriptError):
                     unknown.append(call)
-                elif isinstance(reply, ResponseError) and _is_transient(reply):
+                elif isinstance(reply, ResponseError) and self._is_transient(reply):
                     refusal = reply
+                    call.asked = self._nodes.redirected(reply)
                 else:
                     replies.append((call, reply))
             if self._acknowledgement is not None and replies:
@@ -314,6 +299,11 @@ class ScriptPipeline:
             calls = unknown
         raise RedisError("the server forgets its scripts faster than they are loaded")
 
+    def _is_transient(self, error: ResponseError) -> bool:
+        if isinstance(error, AskError):
+            return self._nodes.redirects
+        return isinstance(error, _TRANSIENT_REFUSALS) or str(error).partition(" ")[0] in _TRANSIENT_CODES
+
     async def _load(self, connection: AbstractConnection, scripts: set[Script]) -> None:
         loads = [_pack(b"SCRIPT", b"LOAD", script.body) for script in scripts]
         await connection.send_packed_command(b"".join(loads))
@@ -328,6 +318,9 @@ def _pack(*words: bytes | int) -> bytes:
     return packed
 
 
+_ASKING = _pack(b"ASKING")
+
+
 async def _read(connection: AbstractConnection) -> Any:
     """A reply; a refusal is returned, since the replies behind it have to be read as well."""
     try:
@@ -336,15 +329,15 @@ async def _read(connection: AbstractConnection) -> Any:
         return error
 
 
-def _is_transient(error: ResponseError) -> bool:
-    return isinstance(error, _TRANSIENT_REFUSALS) or str(error).partition(" ")[0] in _TRANSIENT_CODES
+def _on_the_wire(call: _Call) -> bytes:
+    return call.packed if call.asked is None else _ASKING + call.packed
 
 
 def _refusal(error: ResponseError) -> StoreError:
     if isinstance(error, OutOfMemoryError):
         return StoreFull("the server is at its memory limit")
-    if isinstance(error, MovedError | AskError | ClusterCrossSlotError):
-        return StoreUnavailable("the server is a node of a Redis Cluster, which is not supported")
+    if isinstance(error, AskError):
+        return StoreUnavailable("the server is a node of a Redis Cluster: its address starts with redis+cluster://")
     return StoreUnavailable(_reason(error))
 
 

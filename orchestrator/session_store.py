@@ -7,7 +7,7 @@ script, which first compares what the caller believes (its ownership, the epoch,
 An ownership is named by a fence, which rises with each take-over, and by a claim, random bytes. The claim tells apart
 two sessions with the same id and fence, such as before and after an eviction, and lets a script recognise a retry.
 
-Any Redis from 7.0 or Valkey will do, its primary named by its address or by Sentinels. Cluster addresses are refused.
+Any Redis from 7.0 or Valkey will do: one primary, named by its address or by Sentinels, or a Redis Cluster.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from enum import StrEnum
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from tandem.transport_security import ClientFiles
 from tandem.wire import TOKEN_BYTES
 
-from .redis_pools import check_url, make_pool
+from .redis_nodes import Nodes
+from .redis_pools import check_url, is_encrypted, make_nodes
 from .redis_scripts import Acknowledgement, Patience, Script, ScriptPipeline, StoreError, StoreFull, StoreUnavailable
-from .redis_tls import FollowingSSLConnection, tls_settings
+from .redis_tls import tls_settings
 
 __all__ = [
     "AlreadyExists",
@@ -146,8 +146,8 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        if self.tls.ca and urlsplit(self.url).scheme != "rediss":
-            raise ValueError("a CA for the store needs a rediss:// address")
+        if self.tls.ca and not is_encrypted(self.url):
+            raise ValueError("a CA for the store needs an address that begins with rediss")
         for name in ("socket_timeout", "connect_timeout", "running_ttl", "finished_ttl"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds")
@@ -278,7 +278,7 @@ class SessionStore:
             observer = StoreCounters()
         patience = Patience(config.socket_timeout, config.retry_attempts, config.retry_seconds)
         pipeline = ScriptPipeline(
-            _pool(config), patience, observer.retried, config.durability.wait(config.socket_timeout)
+            _nodes(config), patience, observer.retried, config.durability.wait(config.socket_timeout)
         )
         return cls(pipeline, config, observer, scripts or StoreScripts.load())
 
@@ -293,8 +293,9 @@ class SessionStore:
         await self._pipeline.close()
 
     async def ping(self) -> None:
-        """Returns if a commit would be accepted now. Raises StoreUnavailable or StoreFull; it doesn't retry."""
-        await self._pipeline.run(self._scripts.probe, (), (), repeat=False)
+        """Returns if a commit would be accepted now, by each primary. Raises StoreUnavailable or StoreFull; it doesn't
+        retry."""
+        await self._pipeline.run_everywhere(self._scripts.probe)
 
     async def create(
         self, request_id: str, request_fingerprint: bytes, config: bytes, prompt_token_ids: bytes, owner: str
@@ -419,7 +420,7 @@ class SessionStore:
         )
 
 
-def _pool(config: StoreConfig) -> ConnectionPool:
+def _nodes(config: StoreConfig) -> Nodes:
     settings: dict[str, Any] = {
         # One timeout around the whole exchange does the same work for a third of the time that one per reply takes.
         "socket_timeout": None,
@@ -433,13 +434,11 @@ def _pool(config: StoreConfig) -> ConnectionPool:
         "protocol": 2,
         "driver_info": None,
     }
-    scheme = urlsplit(config.url).scheme
-    if scheme == "rediss":
-        settings["connection_class"] = FollowingSSLConnection
+    if is_encrypted(config.url):
         settings.update(tls_settings(config.tls))
-    if scheme != "unix":
+    if urlsplit(config.url).scheme != "unix":
         settings["socket_keepalive"] = True
-    return make_pool(config.url, settings, config.pool_size, config.socket_timeout)
+    return make_nodes(config.url, settings, config.pool_size, config.socket_timeout)
 
 
 def _keys(request_id: str) -> tuple[bytes, bytes]:

@@ -39,7 +39,7 @@ from orchestrator.session_store import (
     StoreConfig,
     StoreCounters,
     StoreScripts,
-    _pool,
+    _nodes,
 )
 from tandem import wire
 from tests.support.redis_servers import RedisServer
@@ -121,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
         config = StoreConfig(url=server.url, running_ttl=RUNNING_TTL, finished_ttl=FINISHED_TTL)
         for owner in OWNERS:
             counters = StoreCounters()
-            self.pipelines[owner] = LossyPipeline(_pool(config), Patience(5.0, 5, 5.0), counters.retried)
+            self.pipelines[owner] = LossyPipeline(_nodes(config), Patience(5.0, 5, 5.0), counters.retried)
             self.stores[owner] = SessionStore(self.pipelines[owner], config, counters, scripts)
         self.sessions: dict[str, Session] = {}
         self.owned_by: dict[str, Ownership] = {}
