@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from functools import partial
 
 from tandem import wire
 from tandem.acceptance import TokenKind
@@ -14,10 +15,12 @@ from tandem.v1 import orchestrator_pb2 as api
 
 from . import several
 from .call import Call
+from .callers import Caller
 from .completion import Completion, EmittedToken, FinishReason
 from .decoder import Decoder
 from .drafting import Drafting
 from .errors import Overloaded, RequestFailed, Unavailable
+from .metered_call import MeteredCall
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
 from .request import MAX_COMPLETIONS, GenerationPlan, is_known_id, plan_generation
@@ -52,8 +55,11 @@ class Generations:
         self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder
     ) -> FinishReason | None:
         completions = max(1, min(request.n, MAX_COMPLETIONS))
-        with self._runtime.callers.admit(call.metadata(), completions) as caller:
-            return await self._generate(request, call, recorder, caller or call.certificate_name())
+        callers = self._runtime.callers
+        with callers.admit(call.metadata(), completions) as caller:
+            if caller.max_tokens_per_minute:
+                call = MeteredCall(call, partial(callers.spend, caller))
+            return await self._generate(request, call, recorder, caller)
 
     async def _recorded(
         self, recorder: RequestRecorder, call: Call, generation: Awaitable[FinishReason | None]
@@ -73,21 +79,24 @@ class Generations:
         return finish
 
     async def _generate(
-        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
+        self, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: Caller
     ) -> FinishReason | None:
-        sessions = self._runtime.sessions
+        sessions, name = self._runtime.sessions, caller.name or call.certificate_name()
         if request.HasField("token_offset"):
             async with self._runtime.admission.place():
                 recorder.admitted()
                 # A target must be there before the owner is fenced off.
-                session = await sessions.resume(request, caller, self._runtime.limits)
+                session = await sessions.resume(request, name, self._runtime.limits)
                 recorder.planned(session.plan, session.model)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
-        plan = await plan_generation(request, self._runtime.vocabulary, self._runtime.limits())
+        limits = self._runtime.limits()
+        if caller.max_tokens_per_request:
+            limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, caller.max_tokens_per_request))
+        plan = await plan_generation(request, self._runtime.vocabulary, limits)
         if request.n > 1:
-            return await self._generate_several(plan, request, call, recorder, caller)
-        return await self._generate_one(plan, request, call, recorder, caller)
+            return await self._generate_several(plan, request, call, recorder, name)
+        return await self._generate_one(plan, request, call, recorder, name)
 
     async def _generate_one(
         self, plan: GenerationPlan, request: api.GenerateRequest, call: Call, recorder: RequestRecorder, caller: str
@@ -113,7 +122,7 @@ class Generations:
             its_recorder = self._recorders.begin(one.request_id, call.metadata(), _operation(request))
             generation = self._generate_one(one, alone, its_call, its_recorder, caller)
             completions.append(self._recorded(its_recorder, its_call, generation))
-        return (await several.together(completions))[0]
+        return (await shared.run(completions))[0]
 
     async def _stream(self, session: Session, call: Call, recorder: RequestRecorder) -> FinishReason | None:
         vocabulary = self._runtime.vocabulary

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TypeVar
 
+import grpc
+
 from tandem.randomness import completion_seed
 from tandem.v1 import orchestrator_pb2 as api
 
@@ -15,6 +17,9 @@ from .errors import RequestFailed
 from .request import GenerationPlan
 
 T = TypeVar("T")
+
+_CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+"""After one of these the completions can be resumed, each by its name; other failures are the last word."""
 
 
 def plan_of(plan: GenerationPlan, index: int) -> GenerationPlan:
@@ -46,6 +51,7 @@ class SharedCall:
         self._unfinished = completions
         self._completion_tokens = 0
         self._writing = asyncio.Lock()
+        self._refused = False
 
     def of(self, index: int) -> Call:
         """The call as completion `index` sees it."""
@@ -53,8 +59,8 @@ class SharedCall:
 
     @property
     def may_return(self) -> bool:
-        """As the one call has it."""
-        return self._call.may_return
+        """As the one call has it, but where it was refused: what was begun for it is of no use to anybody."""
+        return self._call.may_return and not self._refused
 
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """Those of the one call."""
@@ -80,6 +86,23 @@ class SharedCall:
                     response.finish.total_usage.completion_tokens = self._completion_tokens
             await self._call.write(response)
 
+    async def run(self, completions: Sequence[Coroutine[None, None, T]]) -> list[T]:
+        """Runs all to their end. The first failure ends the others, and is raised."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._noticing_refusal(each)) for each in completions]
+        except* RequestFailed as failures:
+            raise _first(failures) from None
+        return [task.result() for task in tasks]
+
+    async def _noticing_refusal(self, completion: Coroutine[None, None, T]) -> T:
+        try:
+            return await completion
+        except RequestFailed as failure:
+            # The others look at it as they are ended.
+            self._refused = self._refused or failure.code not in _CUT_OFF
+            raise
+
 
 class _CallOfOne:
     def __init__(self, shared: SharedCall, index: int) -> None:
@@ -102,16 +125,6 @@ class _CallOfOne:
     async def write(self, response: api.GenerateResponse) -> None:
         response.index = self._index
         await self._shared.write(response)
-
-
-async def together(completions: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Runs all to their end. The first failure ends the others, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in completions]
-    except* RequestFailed as failures:
-        raise _first(failures) from None
-    return [task.result() for task in tasks]
 
 
 def _first(failures: BaseExceptionGroup[RequestFailed]) -> RequestFailed:

@@ -8,11 +8,15 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from orchestrator.call import GrpcCall
 from orchestrator.callers import Callers, CallersFileError
 from orchestrator.errors import InvalidArgument, Overloaded, Unauthenticated
+from orchestrator.metered_call import MeteredCall
+from orchestrator.token_budget import TokenBudget
 from tandem import grpc_server
 from tandem.config import ConfigError
 from tandem.transport_security import ClientFiles, ServerFiles
+from tandem.v1 import orchestrator_pb2 as api
 from tests.support.authority import Authority
 
 TOKEN = "a-token-of-enough-characters"
@@ -54,6 +58,8 @@ def test_client_files(tmp_path: Path) -> None:
         f"[callers.a]\ntoken = '{TOKEN}'\nmax_runing_requests = 3",
         f"[callers.a]\ntoken = '{TOKEN}'\nmax_running_requests = -1",
         f"[callers.a]\ntoken = '{TOKEN}'\nmax_running_requests = true",
+        f"[callers.a]\ntoken = '{TOKEN}'\nmax_tokens_per_request = 1.5",
+        f"[callers.a]\ntoken = '{TOKEN}'\nmax_tokens_per_minute = -1",
         f"[callers.a]\ntoken = '{TOKEN}'\n[callers.b]\ntoken = '{TOKEN}'",
         f"[other]\ntoken = '{TOKEN}'",
         f"callers = '{TOKEN}'",
@@ -81,8 +87,8 @@ def test_a_caller_is_named_by_its_token(tmp_path: Path) -> None:
     path = tmp_path / "callers.toml"
     path.write_text(f"[callers.a]\ntoken = '{TOKEN}'")
     callers = Callers(str(path))
-    with callers.admit([("authorization", f"bearer {TOKEN}")]) as name:
-        assert name == "a"
+    with callers.admit([("authorization", f"bearer {TOKEN}")]) as caller:
+        assert caller.name == "a"
     refused: list[list[tuple[str, str | bytes]]] = [
         [],
         [("authorization", TOKEN)],
@@ -93,7 +99,7 @@ def test_a_caller_is_named_by_its_token(tmp_path: Path) -> None:
         with pytest.raises(Unauthenticated), callers.admit(metadata):
             pass
     with Callers("").admit([]) as nobody:
-        assert nobody == ""
+        assert nobody.name == ""
 
 
 def test_completions_count_towards_a_callers_limit(tmp_path: Path) -> None:
@@ -109,6 +115,67 @@ def test_completions_count_towards_a_callers_limit(tmp_path: Path) -> None:
         pass
     with callers.admit(metadata, 4):
         pass
+
+
+def test_a_callers_tokens_come_back_with_time() -> None:
+    now = 0.0
+    budget = TokenBudget(lambda: now)
+    budget.allow(60)
+    assert budget.seconds_until_left() == 0.0
+    budget.spend(59)
+    assert budget.seconds_until_left() == 0.0
+    budget.spend(31)  # by what was running
+    assert budget.seconds_until_left() == pytest.approx(31.0)
+    now = 30.0
+    assert budget.seconds_until_left() == pytest.approx(1.0)
+    now = 31.0
+    assert budget.seconds_until_left() == pytest.approx(0.0, abs=1e-9)
+    now = 1000.0  # no more than a minute's worth is kept
+    assert budget.seconds_until_left() == 0.0
+    budget.spend(60)
+    assert budget.seconds_until_left() == pytest.approx(1.0)
+    budget.allow(600)  # what was used stays used
+    assert budget.seconds_until_left() == pytest.approx(0.1)
+
+
+def test_a_changed_file_forgives_no_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "callers.toml"
+    unlimited = f"[callers.a]\ntoken = '{TOKEN}'\n"
+    limited = f"{unlimited}max_tokens_per_minute = 100"
+    path.write_text(limited)
+    callers, metadata = Callers(str(path)), [("authorization", f"Bearer {TOKEN}")]
+    with callers.admit(metadata) as caller:
+        callers.spend(caller, 1_000)
+    for text, allowed in ((limited + "\n", False), (limited.replace("100", "200"), False), (unlimited, True)):
+        path.write_text(text)
+        if allowed:
+            with callers.admit(metadata):
+                pass
+            continue
+        with pytest.raises(Overloaded) as refusal, callers.admit(metadata):
+            pass
+        assert refusal.value.reason == "CALLER_TOKENS"
+        assert refusal.value.retry_after is not None
+        assert refusal.value.retry_after > 60
+
+
+async def test_a_call_is_paid_for_once() -> None:
+    """The prompt of several completions, and what is sent again after a resumption, cost nothing more."""
+    sent: list[api.GenerateResponse] = []
+    spent: list[int] = []
+
+    class Sink(GrpcCall):
+        async def write(self, response: api.GenerateResponse) -> None:
+            sent.append(response)
+
+    call = MeteredCall(Sink(None), spent.append)  # type: ignore[arg-type]
+    token, again = api.GeneratedToken(kind=api.TOKEN_KIND_BONUS), api.GeneratedToken(kind=api.TOKEN_KIND_REPLAYED)
+    start = api.GenerationStart(prompt_tokens=7)
+    for index in range(2):
+        await call.write(api.GenerateResponse(index=index, start=start, tokens=[again, token, token]))
+    await call.write(api.GenerateResponse(index=1, tokens=[token]))
+    assert sum(spent) == 7 + 5
+    assert len(sent) == 3
 
 
 @pytest.mark.parametrize(

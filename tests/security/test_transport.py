@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import (
     GenerationOptions,
+    InvalidRequestError,
     NotFoundError,
     OverloadedError,
     TandemClient,
@@ -34,7 +35,7 @@ from tests.support.services import MODELS, Stack, running_stack
 from tests.support.tls_proxy import TlsProxy
 
 HOST = "127.0.0.1"
-ALICE, BOB = "token-of-alice-1234567890", "token-of-bob-0987654321"
+ALICE, BOB, CAROL = "token-of-alice-1234567890", "token-of-bob-0987654321", "token-of-carol-1122334455"
 PASSWORD = "password-of-the-store"
 PROMPT = "an unmistakable zyzzyva of a prompt"
 SERVICES: dict[str, Callable[[grpc.Channel], Any]] = {
@@ -47,6 +48,7 @@ OPTIONS = GenerationOptions(max_tokens=12, temperature=0.0, ignore_eos=True, num
 
 def _callers(path: Path, *, alice: str = ALICE, bob: str | None = BOB, limit: int = 1) -> None:
     text = f'[callers.alice]\ntoken = "{alice}"\nmax_running_requests = {limit}\n'
+    text += f'[callers.carol]\ntoken = "{CAROL}"\nmax_tokens_per_request = 20\nmax_tokens_per_minute = 10\n'
     path.write_text(text if bob is None else f'{text}[callers.bob]\ntoken = "{bob}"\n')
 
 
@@ -226,6 +228,27 @@ def test_a_caller_has_a_limit_of_its_own(deployment: Deployment) -> None:
         assert _text(bob)
         running.cancel()
         _wait(lambda: bool(_text_or_none(alice)))
+
+
+def test_a_caller_has_so_many_tokens(deployment: Deployment) -> None:
+    with deployment.client(CAROL) as carol, deployment.client(BOB) as bob:
+        with pytest.raises(InvalidRequestError, match="max_tokens: must be 1 to 20"):
+            list(carol.generate(PROMPT, GenerationOptions(max_tokens=21), timeout=30))
+        # As many as it may have, which is more than a minute's, so that nothing is left for a while.
+        *_, last = carol.generate(PROMPT, GenerationOptions(ignore_eos=True), timeout=30)
+        assert last.finish is not None
+        assert last.finish.completion_tokens == 20
+        with pytest.raises(OverloadedError) as caught:
+            _text(carol)
+        assert caught.value.reason == "CALLER_TOKENS"
+        assert caught.value.retry_after_seconds is not None
+        assert caught.value.retry_after_seconds > 30
+        with deployment.http(deployment.stack.orchestrator.security, CAROL) as http:
+            refused = http.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "caller_tokens")
+            assert int(refused.headers["retry-after"]) > 30
+            assert http.get("/v1/models").status_code == 200
+        assert _text(bob)
 
 
 @contextlib.contextmanager

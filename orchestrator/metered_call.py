@@ -1,0 +1,43 @@
+"""A call whose tokens count towards its caller's budget: those of the prompt once, and each that is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tandem.v1 import orchestrator_pb2 as api
+
+from .call import Call
+
+
+class MeteredCall:
+    """Tells `spend` of the tokens of each response before it is sent. Those that are sent again were paid for."""
+
+    def __init__(self, call: Call, spend: Callable[[int], None]) -> None:
+        self._call = call
+        self._spend = spend
+        self._prompt_is_paid = False
+
+    @property
+    def may_return(self) -> bool:
+        """As the call has it."""
+        return self._call.may_return
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """Those of the call."""
+        return self._call.metadata()
+
+    def certificate_name(self) -> str:
+        """That of the call."""
+        return self._call.certificate_name()
+
+    def seconds_left(self) -> float | None:
+        """Those of the call."""
+        return self._call.seconds_left()
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        """Counts, and sends."""
+        if response.HasField("start") and not self._prompt_is_paid:
+            self._prompt_is_paid = True
+            self._spend(response.start.prompt_tokens)
+        self._spend(sum(token.kind != api.TOKEN_KIND_REPLAYED for token in response.tokens))
+        await self._call.write(response)
