@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tandem import telemetry
-from tandem.config import parse_bool, setting
+from tandem.config import is_address, parse_bool, setting
 
 if TYPE_CHECKING:
     from tandem.engine.loading import ModelOptions
@@ -32,7 +32,7 @@ class DraftConfig:
         "TANDEM_DRAFT_METRICS_LISTEN",
         "",
         help="host:port for Prometheus; empty: no metrics endpoint",
-        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        check=lambda value: not value or is_address(value),
         expected="host:port",
     )
     health_listen: str = setting(

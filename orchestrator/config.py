@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config import parse_bool, parse_list, setting
+from tandem.config import is_address, parse_bool, parse_list, setting
 from tandem.transport_security import ClientFiles, ServerFiles
 
 from .session_store import Durability
 
 MAX_REPLICAS = 16
 """Of the store that a commit may have to wait for."""
-
-
-def _address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and int(port) < 65536
 
 
 def _durability(text: str) -> bool:
@@ -33,7 +28,7 @@ class OrchestratorConfig:
         "TANDEM_TARGET_ADDRESSES",
         help="target replicas, comma-separated host:port",
         parse=parse_list,
-        check=lambda value: bool(value) and all(map(_address, value)),
+        check=lambda value: bool(value) and all(map(is_address, value)),
         expected="at least one host:port",
     )
     tokenizer: str = setting("TANDEM_TOKENIZER", help="name or folder of the target's tokenizer and generation config")
@@ -46,7 +41,7 @@ class OrchestratorConfig:
         (),
         help="draft replicas, comma-separated host:port; none: plain decoding",
         parse=parse_list,
-        check=lambda value: all(map(_address, value)),
+        check=lambda value: all(map(is_address, value)),
     )
     tokenizer_revision: str = setting(
         "TANDEM_TOKENIZER_REVISION", "", help="revision of the tokenizer, if it is a name"
@@ -57,13 +52,13 @@ class OrchestratorConfig:
         help="GGUF file that holds the tokenizer, where there are no files of its own; reading it needs torch",
     )
     listen: str = setting(
-        "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=_address
+        "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=is_address
     )
     http_listen: str = setting(
         "TANDEM_HTTP_LISTEN",
         "",
         help="host:port of the OpenAI-compatible HTTP API; empty: gRPC only",
-        check=lambda value: not value or _address(value),
+        check=lambda value: not value or is_address(value),
     )
     served_model_name: str = setting(
         "TANDEM_SERVED_MODEL_NAME", "", help="the model's name over HTTP; empty: the target's own"
@@ -98,7 +93,7 @@ class OrchestratorConfig:
         "TANDEM_ORCHESTRATOR_METRICS_LISTEN",
         "",
         help="host:port for Prometheus; empty: no metrics endpoint",
-        check=lambda value: not value or _address(value),
+        check=lambda value: not value or is_address(value),
     )
     health_listen: str = setting(
         "TANDEM_ORCHESTRATOR_HEALTH_LISTEN",

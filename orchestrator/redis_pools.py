@@ -42,9 +42,9 @@ def check_url(url: str) -> None:
         _SeveralHosts.parse(url)
         return
     if "sentinel" in parts.scheme:
-        raise ValueError(f"Sentinel addresses are {' or '.join(_SENTINEL)}://host:port,host:port/service")
+        raise ValueError(f"Sentinel addresses are {_SENTINEL[0]}://host:port,host:port/service; over TLS, rediss")
     if "cluster" in parts.scheme or "," in parts.netloc:
-        raise ValueError(f"Redis Cluster addresses are {' or '.join(_CLUSTER)}://host:port,host:port")
+        raise ValueError(f"Redis Cluster addresses are {_CLUSTER[0]}://host:port,host:port; over TLS, rediss")
     if parts.scheme not in _SINGLE:
         raise ValueError(f"the store's URL must start with one of {', '.join(f'{scheme}://' for scheme in _SINGLE)}")
     try:

@@ -110,6 +110,8 @@ class Durability:
         rest = [part for part in parts if not part.startswith("replicas=")]
         if len(replicas) > 1 or rest not in (["memory"], ["disk"], []) or not (rest or replicas):
             raise ValueError(text)
+        if not all(number.isdecimal() for number in replicas):
+            raise ValueError(text)
         return cls(disk=rest == ["disk"], replicas=int(replicas[0]) if replicas else 0)
 
     def wait(self, seconds: float) -> Acknowledgement | None:

@@ -61,6 +61,12 @@ def parse_list(text: str) -> tuple[str, ...]:
     return tuple(part for part in (piece.strip() for piece in text.split(",")) if part)
 
 
+def is_address(text: str) -> bool:
+    """Whether the text is host:port, with a port that can be."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 65536
+
+
 def settings_of(config_class: type[Any]) -> dict[str, _Setting]:
     """Field name to its declaration, for documentation and for checks of manifests against the code."""
     return {field.name: field.metadata["setting"] for field in dataclasses.fields(config_class)}

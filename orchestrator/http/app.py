@@ -76,8 +76,8 @@ def build_app(
 
 def _metrics(registry: CollectorRegistry, callers: Callers) -> Route:
     async def metrics(request: Request) -> Response:
-        with callers.admit(request.headers.items()):
-            return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+        callers.identify(request.headers.items())
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
     return Route("/metrics", metrics)
 

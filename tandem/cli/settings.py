@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tandem.cli.address import Address, parse_address
 from tandem.cli.errors import USAGE, CliError
@@ -93,8 +94,10 @@ def _refuse_what_up_cannot_do(environment: Mapping[str, str]) -> None:
         of_services = variable.startswith("TANDEM_TLS_") and not variable.startswith("TANDEM_TLS_ORCHESTRATOR_")
         if value and (of_services or variable == "TANDEM_CALLERS_FILE"):
             raise CliError(f"{variable}: services that are started here speak plain text; start them yourself", USAGE)
-    if environment.get("TANDEM_REDIS_URL", "").startswith("redis+sentinel://"):
-        raise CliError("TANDEM_REDIS_URL: give the primary's own address here; Sentinels are for services", USAGE)
+    if "+" in urlsplit(environment.get("TANDEM_REDIS_URL", "")).scheme:
+        raise CliError(
+            "TANDEM_REDIS_URL: give a primary's own address here; Sentinels and clusters are for services", USAGE
+        )
 
 
 def load_settings(environment: Mapping[str, str]) -> StackSettings:

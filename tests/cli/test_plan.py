@@ -137,6 +137,7 @@ def test_a_bad_time_limit_is_a_usage_error(variables, seconds):
         ("TANDEM_TLS_REDIS_CA", "ca.crt"),
         ("TANDEM_CALLERS_FILE", "callers.toml"),
         ("TANDEM_REDIS_URL", "redis+sentinel://:secret@host:26379/main"),
+        ("TANDEM_REDIS_URL", "rediss+cluster://:secret@host:6379,host:6380"),
     ],
 )
 def test_what_it_cannot_start_is_refused_by_name(variables, variable, value):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ async def test_a_commit_can_wait_for_the_replica_of_its_primary(cluster: RedisCl
     async with connected(
         cluster.url, durability=Durability(replicas=1), retry_seconds=0.0, socket_timeout=0.3
     ) as store:
-        with pytest.raises(StoreUnavailable, match="wanted 1|no answer"):
+        with pytest.raises(StoreUnavailable, match=r"wanted 1|no answer"):
             await create(store, name_at(cluster, second, "alone"))
 
 

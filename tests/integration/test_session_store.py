@@ -15,6 +15,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from orchestrator.redis_scripts import Patience, Script, ScriptPipeline
 from orchestrator.session_store import (
     AlreadyExists,
     Durability,
@@ -31,6 +32,7 @@ from orchestrator.session_store import (
     StoreFull,
     StoreObserver,
     StoreUnavailable,
+    _nodes,
 )
 from tandem import wire
 from tests.support.ports import free_port
@@ -820,8 +822,10 @@ class TestRefusingServer:
             ownership = await create(store)
             used = redis_server.info("memory")["used_memory"]
             redis_server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "maxmemory", used + 2**20)
-            for number in range(400):
-                redis_server.command("SET", f"filler{number}", "x" * 10_000)
+            with redis_server.client() as client, client.pipeline(transaction=False) as filler:
+                for number in range(400):
+                    filler.set(f"filler{number}", "x" * 10_000)
+                filler.execute()
             assert any(not redis_server.command("EXISTS", key) for key in keys_of("r"))
             with pytest.raises(StateLost):
                 await store.commit(ownership, 0, 3, encode(4))
@@ -888,9 +892,12 @@ class TestAddresses:
             ("redis+sentinel://:secret@host:26379,/mymaster", "host:port"),
             ("redis+sentinel://host:26379/mymaster/secret", "service"),
             ("sentinel://host", "Sentinel"),
-            ("rediss+sentinel://:secret@host:26379/mymaster", "TLS"),
-            ("redis+cluster://host", "Cluster"),
-            ("redis://one:6379,two:6379", "Cluster"),
+            ("sentinels://:secret@host:26379/mymaster", r"redis\+sentinel://"),
+            ("redis+cluster://:secret@host", "host:port"),
+            ("redis+cluster://:secret@one:6379,two:port", "host:port"),
+            ("redis+cluster://:secret@host:6379/3", "database 0"),
+            ("cluster://host:6379", r"redis\+cluster://"),
+            ("redis://one:6379,two:6379", r"redis\+cluster://"),
             ("http://user:secret@host", "redis://"),
             ("redis://default:secret#def@host", "percent-encoded"),
             ("", "redis://"),
@@ -967,8 +974,28 @@ class TestDurability:
         async with connected(server.url) as store:
             assert tokens_of(await store.read("r")) == [1, 2, 3, 10, 11, 12, 13, 14]
 
+    @pytest.mark.parametrize("beside", ["return redis.error_reply('READONLY of late')", "return 2"])
+    async def test_nothing_of_a_batch_counts_before_it_is_held(self, redis_server: RedisServer, beside: str) -> None:
+        """Though another call of the batch was refused, or its script wasn't known."""
+        known, other = Script.of(b"return 1"), Script.of(beside.encode())
+        config = StoreConfig(url=redis_server.url)
+        redis_server.command("SCRIPT", "FLUSH")
+        redis_server.command("SCRIPT", "LOAD", known.body)
+        if "READONLY" in beside:
+            redis_server.command("SCRIPT", "LOAD", other.body)
+        for replicas, outcomes in ((0, {1, 2}), (1, set())):
+            wanted = Durability(replicas=replicas).wait(0.2)
+            pipeline = ScriptPipeline(_nodes(config), Patience(5.0, 1, 0.0), lambda problem: None, wanted)
+            replies = await asyncio.gather(
+                pipeline.run(known, (), ()), pipeline.run(other, (), ()), return_exceptions=True
+            )
+            await pipeline.close()
+            held = {reply for reply in replies if isinstance(reply, int)}
+            assert held == outcomes - ({2} if "READONLY" in beside else set())
+            assert all(isinstance(reply, StoreUnavailable) for reply in replies if not isinstance(reply, int))
+
     @pytest.mark.parametrize(
-        "text", ["", "+", "disk+disk", "replicas", "replicas=x", "memory+disk", "replicas=1+replicas=2"]
+        "text", ["", "+", "disk+disk", "replicas", "replicas=x", "replicas=-1", "memory+disk", "replicas=1+replicas=2"]
     )
     def test_other_words_are_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match=r".*"):

@@ -55,9 +55,10 @@ def running_cluster(kind: ServerKind, folder: Path) -> Iterator[RedisCluster]:
             node.start()
             nodes.append(node)
         cluster = RedisCluster(nodes)
-        bounds = [*range(0, SLOTS - PRIMARIES, SLOTS // PRIMARIES)][:PRIMARIES] + [SLOTS]
+        share = SLOTS // PRIMARIES
         for index, node in enumerate(cluster.primaries):
-            node.command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
+            last = SLOTS - 1 if index == PRIMARIES - 1 else share * (index + 1) - 1
+            node.command("CLUSTER", "ADDSLOTSRANGE", share * index, last)
         for index, node in enumerate(nodes):
             node.command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
             bus = int(node.command("CONFIG", "GET", "cluster-port")[b"cluster-port"])
