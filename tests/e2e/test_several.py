@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
 import pytest
+import redis
 
 from orchestrator.vocabulary import Vocabulary
 from tandem.randomness import completion_seed
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
 from tests.support.generation import gather, generate, generate_several, request
-from tests.support.services import MODELS
+from tests.support.services import MODELS, Stack
 
 PROMPT = [47, 12, 300, 12, 47, 12, 9]
 COUPLED = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
@@ -61,14 +63,19 @@ def test_each_has_a_name_and_can_be_resumed_by_it(tiny_channel: grpc.Channel) ->
     assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS  # type: ignore[attr-defined]
 
 
-def test_a_name_that_is_taken_fails_all_and_leaves_nothing(tiny_channel: grpc.Channel) -> None:
-    """The second completion's name is that of an earlier request's, so the call fails; the first one's is free again."""
+def test_a_name_that_is_taken_fails_all_and_leaves_nothing(tiny_stack: Stack, tiny_channel: grpc.Channel) -> None:
+    """Two completions' names are those of an earlier request's, so the call fails; the third one's is free again."""
     generate_several(tiny_channel, PROMPT, 2, request_id="taken", **SAMPLED)
     with pytest.raises(grpc.RpcError) as caught:
         generate_several(
             tiny_channel, PROMPT, 3, request_id="taken", **(SAMPLED | {"max_tokens": 900, "ignore_eos": True})
         )
     assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS  # type: ignore[attr-defined]
+    with redis.Redis.from_url(tiny_stack.redis_url) as store:
+        deadline = time.monotonic() + 20
+        while store.exists("tandem:{taken#2}:state"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     # Nothing goes on in the background: a place for every one of these is free.
     generate_several(tiny_channel, PROMPT, 16, temperature=0, max_tokens=4)
 
