@@ -39,7 +39,7 @@ class DraftConfig:
         "TANDEM_DRAFT_HEALTH_LISTEN",
         "",
         help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
-        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        check=lambda value: not value or is_address(value),
         expected="host:port",
     )
     method: str = setting(

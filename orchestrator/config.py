@@ -99,7 +99,7 @@ class OrchestratorConfig:
         "TANDEM_ORCHESTRATOR_HEALTH_LISTEN",
         "",
         help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
-        check=lambda value: not value or _address(value),
+        check=lambda value: not value or is_address(value),
     )
     num_speculative_tokens: int = setting(
         "TANDEM_NUM_SPECULATIVE_TOKENS",

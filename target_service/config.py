@@ -39,7 +39,7 @@ class TargetConfig:
         "TANDEM_TARGET_HEALTH_LISTEN",
         "",
         help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
-        check=lambda value: not value or value.rpartition(":")[2].isdigit(),
+        check=lambda value: not value or is_address(value),
         expected="host:port",
     )
     model: str = setting("TANDEM_TARGET_MODEL", help="name on the hub, or folder, of the target model", check=bool)

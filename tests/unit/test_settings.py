@@ -25,6 +25,7 @@ NEEDED = {
     [
         *((DraftConfig, "TANDEM_DRAFT_METRICS_LISTEN", value) for value in ("127.0.0.1:70000", "9090", ":x", "h:²")),
         (TargetConfig, "TANDEM_TARGET_METRICS_LISTEN", "127.0.0.1:70000"),
+        (TargetConfig, "TANDEM_TARGET_HEALTH_LISTEN", "127.0.0.1:70000"),
         (OrchestratorConfig, "TANDEM_ORCHESTRATOR_METRICS_LISTEN", "127.0.0.1:70000"),
         (OrchestratorConfig, "TANDEM_DRAFT_ADDRESSES", "host"),
         *((OrchestratorConfig, "TANDEM_STORE_DURABILITY", f"replicas={value}") for value in ("-1", "+1", "17", "²")),
