@@ -165,4 +165,6 @@ class Decoder:
 
     async def _commit(self, finished_round: _Round) -> None:
         length = self._prefix.length - len(finished_round.encoded) // wire.TOKEN_BYTES
-        await self._store.commit(self._ownership, self._epoch - 1, length, finished_round.encoded)
+        await self._store.commit(
+            self._ownership, self._epoch - 1, length, finished_round.encoded, finished_round.record.recommitting
+        )

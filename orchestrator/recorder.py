@@ -207,6 +207,11 @@ class RoundRecorder:
         if self._trace is not None:
             self._trace.event("tandem.retry", role="target", reason=reason)
 
+    def recommitting(self, reason: str) -> None:
+        """The store is asked again for the commit; it counts that itself."""
+        if self._trace is not None:
+            self._trace.event("tandem.retry", role="store", reason=reason)
+
     def proposed(self, drafted: int) -> None:
         """The draft has answered, or was given up; nothing to note where it was not asked."""
         now = time.monotonic()

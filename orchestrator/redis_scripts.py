@@ -113,10 +113,16 @@ class Acknowledgement:
 class _Call:
     """One script to run, packed for the wire, and the future its caller waits on."""
 
-    __slots__ = ("asked", "key", "packed", "repeat", "reply", "script")
+    __slots__ = ("asked", "key", "on_retry", "packed", "repeat", "reply", "script")
 
     def __init__(
-        self, script: Script, packed: bytes, reply: asyncio.Future[Any], repeat: bool, key: bytes | None = None
+        self,
+        script: Script,
+        packed: bytes,
+        reply: asyncio.Future[Any],
+        repeat: bool,
+        key: bytes | None = None,
+        on_retry: Callable[[str], None] | None = None,
     ) -> None:
         self.script = script
         self.packed = packed
@@ -124,6 +130,7 @@ class _Call:
         self.repeat = repeat
         self.key = key
         """One of its keys, which have all one hash tag."""
+        self.on_retry = on_retry
         self.asked: Address | None = None
         """Where a node of a cluster has sent it for this once."""
 
@@ -158,8 +165,15 @@ class ScriptPipeline:
         self._deliveries: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def run(self, script: Script, keys: Sequence[bytes], args: Iterable[bytes | int], repeat: bool = True) -> Any:
-        """The script's reply. A cancelled call may still take effect.
+    async def run(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        args: Iterable[bytes | int],
+        repeat: bool = True,
+        on_retry: Callable[[str], None] | None = None,
+    ) -> Any:
+        """The script's reply. A cancelled call may still take effect. `on_retry` is told why, each time it is repeated.
 
         Raises StoreUnavailable, after repeating the call if `repeat`, or StoreFull.
         """
@@ -167,7 +181,7 @@ class ScriptPipeline:
             raise StoreUnavailable("the store is closed")
         loop = asyncio.get_running_loop()
         packed = _pack(b"EVALSHA", script.digest, len(keys), *keys, *args)
-        call = _Call(script, packed, loop.create_future(), repeat, keys[0] if keys else None)
+        call = _Call(script, packed, loop.create_future(), repeat, keys[0] if keys else None, on_retry)
         if not self._batch:
             loop.call_soon(self._flush)
         self._batch.append(call)
@@ -220,6 +234,9 @@ class ScriptPipeline:
             if not calls:
                 return
             self._on_retry(problem)
+            for call in calls:
+                if call.on_retry is not None:
+                    call.on_retry(problem)
             await asyncio.sleep(pause)
             limit = min(self._patience.exchange, deadline - loop.time())
 

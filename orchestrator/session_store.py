@@ -17,7 +17,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -330,17 +330,25 @@ class SessionStore:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def commit(self, ownership: Ownership, epoch: int, length: int, new_tokens: bytes) -> None:
+    async def commit(
+        self,
+        ownership: Ownership,
+        epoch: int,
+        length: int,
+        new_tokens: bytes,
+        on_retry: Callable[[str], None] | None = None,
+    ) -> None:
         """Appends encoded tokens to the session, which has to be at this epoch and length, and adds one to its epoch.
 
         Returns only once they are stored; a commit that turns out to have been stored by an earlier attempt is a
-        success. Raises FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable.
+        success. `on_retry` is told why, each time it is repeated. Raises FencedOff, EpochConflict, StateLost, StoreFull,
+        StoreUnavailable.
         """
         started = time.perf_counter()
         if not _token_count(new_tokens):
             raise ValueError("a commit needs at least one token")
         args = (ownership.fence, ownership.claim, epoch, length, new_tokens, self._running_ttl)
-        reply = await self._run(self._scripts.commit, ownership.keys, args)
+        reply = await self._run(self._scripts.commit, ownership.keys, args, on_retry)
         self._check(reply)
         self._observer.committed(time.perf_counter() - started)
 
@@ -382,9 +390,15 @@ class SessionStore:
         args = (ownership.fence, ownership.claim, _milliseconds(seconds))
         self._check(await self._run(self._scripts.abandon, ownership.keys, args))
 
-    async def _run(self, script: Script, keys: tuple[bytes, bytes], args: tuple[bytes | int, ...]) -> Any:
+    async def _run(
+        self,
+        script: Script,
+        keys: tuple[bytes, bytes],
+        args: tuple[bytes | int, ...],
+        on_retry: Callable[[str], None] | None = None,
+    ) -> Any:
         try:
-            return await self._pipeline.run(script, keys, args)
+            return await self._pipeline.run(script, keys, args, on_retry=on_retry)
         except StoreError as error:
             self._observer.refused(error)
             raise

@@ -47,7 +47,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
         }
         with (
-            running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
+            running_stack(
+                folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, store_proxy=True
+            ) as stack,
             grpc.insecure_channel(stack.orchestrator.address) as channel,
         ):
             yield Observed(stack, channel, collector, metrics, http)

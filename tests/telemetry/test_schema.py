@@ -62,6 +62,7 @@ def eventful(recorder: RequestRecorder) -> list[str]:
     for role in ("draft", "target"):
         first.rebuilding(role, "ERROR_REASON_CACHE_MISS")
     first.rescoring("StreamLost")
+    first.recommitting("no answer within 0.50 s")
     first.benched(BENCH_REASONS[0])
     first.proposed(2)
     first.verified()

@@ -18,6 +18,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.generation import Generation, gather, generate, paced_channel, request
 from tests.support.services import MODELS, running_stack
+from tests.support.tcp_proxy import Direction
 from tests.telemetry import schema
 from tests.telemetry.collector import Span, running_collector
 from tests.telemetry.conftest import Observed
@@ -280,6 +281,24 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
     logged = json.loads(line)["degraded"]
     assert set(logged) == reasons
     assert sum(logged.values()) == result.speculation.degraded_rounds
+
+
+def test_a_commit_that_is_repeated_is_seen_in_the_trace_and_the_metrics(observed: Observed) -> None:
+    assert observed.stack.store_proxy is not None
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
+    before = observed.scrape("orchestrator").value("tandem_store_retries_total")
+    trace_id, metadata = new_trace()
+    sent = request(PROMPT, max_tokens=60, ignore_eos=True, temperature=1.0)
+    call = stub.Generate(sent, metadata=metadata, timeout=120)
+    begun = [next(call) for _ in range(3)]
+    # Not only one: a look at the store's health may take it.
+    observed.stack.store_proxy.do(lambda proxy: proxy.lose_next(Direction.TO_CLIENT, 3))
+    result = gather([*begun, *call])
+    spans = observed.collector.wait(trace_id, lambda spans: count(spans)["tandem.round"] >= result.speculation.rounds)
+    events = [event for span in named(spans, "tandem.round") for event in span.events]
+    assert "store" in [fields["tandem.role"] for name, fields in events if name == "tandem.retry"]
+    assert observed.scrape("orchestrator").value("tandem_store_retries_total") > before
+    assert result.usage[1] == 60
 
 
 def test_a_target_that_dies_is_seen_in_the_trace_the_metrics_and_the_log(observed: Observed) -> None:
