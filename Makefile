@@ -143,9 +143,12 @@ NAMESPACE  ?= tandem
 KUBECTL    ?= kubectl
 ROLLED_OUT := deployment/orchestrator statefulset/target statefulset/draft
 
-.PHONY: images kube-demo deploy smoke
+.PHONY: images check-images kube-demo deploy smoke
 images: ## build the images with podman or docker
 	@IMAGE_ARGS='$(IMAGE_ARGS)' k8s/build-images.sh $(IMAGES)
+
+check-images: $(INSTALL) $(PROTO) images ## ... look into them, and play the demo's manifests with and without mTLS
+	TANDEM_CHECK_IMAGES=1 $(BIN)/pytest -s tests/k8s/test_images.py
 
 kube-demo: $(INSTALL) ## play the demo's manifests with podman, with the draft and after it was killed
 	@$(BIN)/python k8s/kube_demo.py $(KUBECTL) $(COMPONENTS)

@@ -2,7 +2,8 @@
 
 podman has no Services, StatefulSets, claims or gRPC probes. So each workload becomes one pod, with an address of its own, and
 the names that its Service would have are given to all pods as host aliases; claims become empty directories; certificates, which
-cert-manager would make, are made here; probes go, and what they would ask is asked here. All else is played as it stands: images,
+cert-manager would make, are made here; probes go, and what they would ask is asked here; ports go, since podman would take the
+same ones of this machine, which two pods can't share. All else is played as it stands: images,
 settings, users, capabilities, read-only root file systems, limits.
 """
 
@@ -45,7 +46,7 @@ HEALTH_PORT = 50050
 
 
 class DemoFailed(Exception):
-    """What went wrong, in one line."""
+    """What went wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,8 +121,8 @@ def pod_of(workload: Object, aliases: list[Object], folder: Path) -> Object:
     spec = template["spec"]
     spec["hostAliases"] = aliases
     for container in spec["containers"]:
-        for probe in PROBES:
-            container.pop(probe, None)
+        for field in (*PROBES, "ports"):
+            container.pop(field, None)
     for volume in spec.get("volumes", []):
         if "secret" in volume:
             secret = volume.pop("secret")["secretName"]
@@ -149,8 +150,7 @@ class Podman:
         """Runs to a good end, or raises DemoFailed."""
         done = self.call(*arguments)
         if done.returncode:
-            last = (done.stderr.strip() or "no output").splitlines()[-1]
-            raise DemoFailed(f"podman {' '.join(arguments[:2])}: {last}")
+            raise DemoFailed(f"podman {' '.join(arguments[:2])}: {done.stderr.strip() or 'no output'}")
 
     def ask(self) -> Object | None:
         """One request, greedy, by the client in the orchestrator's own image; None if it failed."""
