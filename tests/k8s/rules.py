@@ -37,7 +37,8 @@ PUBLIC_PORTS = [{"port": "grpc"}, {"port": "http"}]
 CLOSING_SECONDS = 3
 """What a service needs after its drain, at most: a second for connections, two for spans."""
 PART_OF = "app.kubernetes.io/part-of"
-POD_LABELS = (PART_OF, "app.kubernetes.io/name", "app.kubernetes.io/component")
+_NAME = "app.kubernetes.io/name"
+POD_LABELS = (PART_OF, _NAME, "app.kubernetes.io/component")
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")
@@ -345,6 +346,22 @@ def policies_close_everything(cluster: Cluster) -> Iterator[str]:
             public = name_of(policy) == "NetworkPolicy/orchestrator" and entry["ports"] == PUBLIC_PORTS
             if not entry.get("from") and not public:
                 yield f"{name_of(policy)}: lets everybody in"
+            yield from _strangers(policy, entry)
+
+
+_LET_IN = {"draft": {"orchestrator"}, "target": {"orchestrator"}, "redis": {"orchestrator"}}
+"""Who alone may reach a pod, by the name in its labels, metrics apart."""
+
+
+def _strangers(policy: Object, entry: Object) -> Iterator[str]:
+    """Peers that have no business at this pod. Metrics are Prometheus's alone, which is in another namespace."""
+    pod = policy["spec"]["podSelector"].get("matchLabels", {}).get(_NAME)
+    for port in entry.get("ports", [{"port": "any"}]):
+        allowed = {"prometheus"} if port["port"] == "metrics" else _LET_IN.get(pod)
+        for peer in entry.get("from", []):
+            name = peer.get("podSelector", {}).get("matchLabels", {}).get(_NAME)
+            if allowed is not None and (name not in allowed or ("namespaceSelector" in peer) != (name == "prometheus")):
+                yield f"{name_of(policy)}: lets {name} in at {port['port']}"
 
 
 @rule

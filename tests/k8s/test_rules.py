@@ -54,6 +54,10 @@ def _rule(build: Build, kind: str) -> Any:
     return build(kind, "orchestrator")["spec"]["rules"][0]
 
 
+def _peer(build: Build, policy: str) -> Any:
+    return build("NetworkPolicy", policy)["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+
+
 ORCHESTRATOR, TARGET, DRAFT = ("Deployment", "orchestrator"), ("StatefulSet", "target"), ("StatefulSet", "draft")
 FAULTS = [
     broken("config_references", lambda b: b.objects.remove(b("ServiceAccount", "draft"))),
@@ -91,6 +95,16 @@ FAULTS = [
         "policies_close_everything", lambda b: b("NetworkPolicy", "default")["spec"].update(policyTypes=["Ingress"])
     ),
     broken("policies_close_everything", lambda b: b("NetworkPolicy", "target")["spec"]["ingress"][0].pop("from")),
+    broken("policies_close_everything", lambda b: _peer(b, "target").update({"app.kubernetes.io/name": "draft"})),
+    broken("policies_close_everything", lambda b: _peer(b, "draft").clear()),
+    broken(
+        "policies_close_everything",
+        lambda b: b("NetworkPolicy", "prometheus-to-draft")["spec"]["ingress"][0]["from"][0].pop("namespaceSelector"),
+    ),
+    broken(
+        "policies_close_everything",
+        lambda b: b("NetworkPolicy", "target")["spec"]["ingress"][0]["ports"].append({"port": "metrics"}),
+    ),
     broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(port=50051)),
     broken("probes", lambda b: b.container(*TARGET)["readinessProbe"]["grpc"].update(service="tandem.v1.Target")),
     broken("probes", lambda b: b.container(*TARGET).pop("startupProbe")),
