@@ -1,7 +1,8 @@
 """Garbage on every inner wire, and in the store: the process lives, other requests are untouched, and what a caller sees
 is either the true output or a typed error.
 
-The lies go through `LyingWorker`, a real gRPC server that asks a true worker and tells what it likes.
+The lies go through `LyingWorker`, a real gRPC server that asks a true worker and tells what it likes. It also hears what workers
+are asked for a caller who has left.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import redis
 
 from orchestrator.admission import Admission
 from orchestrator.replica_pool import ReplicaPool
@@ -518,6 +521,83 @@ def test_bytes_that_are_no_request(stack: Stack, truth: tuple[Any, ...], data: b
         assert "request" in caught.value.details()
         assert generate(channel, PROMPT, **CANARY).seen == truth
     assert "Traceback" not in stack.orchestrator.log.read_text()
+
+
+# A caller that leaves.
+
+
+class Departure:
+    """A request that comes to a point of its course, and what its workers hear of it once they were told that it is over."""
+
+    def __init__(self, stack: Stack, liars: dict[str, LyingWorker], request_id: str, point: str) -> None:
+        self.request_id = request_id
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.told: set[str] = set()
+        self.late: list[tuple[str, int]] = []
+        self._store = redis.Redis.from_url(stack.redis_url)
+        self._point = point
+        for role, liar in liars.items():
+            liar.heard, liar.lie = partial(self._hear, role), partial(self._answer, role)
+
+    def resume_store(self) -> None:
+        self._store.client_unpause()
+
+    def is_let_go(self) -> bool:
+        """Whether its state is no longer that of a running request."""
+        seconds = self._store.ttl(f"tandem:{{{self.request_id}}}:state")
+        assert isinstance(seconds, int)
+        return seconds <= 60
+
+    def _hear(self, role: str, batch: Any) -> None:
+        epochs = [item.cache_epoch for item in batch.items if item.request_id == self.request_id]
+        if role in self.told:
+            self.late += [(role, epoch) for epoch in epochs]
+        if self.request_id in batch.release_request_ids:
+            self.told.add(role)
+        if self._point == "commit" and max(epochs, default=0) > 2:
+            self.reached.set()  # the round after the one whose commit the store doesn't answer
+
+    def _answer(self, role: str, batch: Any) -> Iterable[Any]:
+        epoch = max((item.cache_epoch for item in batch.items if item.request_id == self.request_id), default=-1)
+        held_at = {"prefill": ("target", 0), "propose": ("draft", 2), "verify": ("target", 2)}
+        if held_at.get(self._point) == (role, epoch):
+            self.reached.set()
+            self.go_on.wait(60)
+        elif self._point == "commit" and (role, epoch) == ("target", 2):
+            self._store.client_pause(60_000, all=False)
+        yield batch
+
+
+@pytest.mark.parametrize("point", ["prefill", "propose", "verify", "commit"])
+@pytest.mark.usefixtures("canary")
+def test_a_caller_that_leaves_ends_the_work_at_once(
+    stack: Stack, liars: dict[str, LyingWorker], lied_to: grpc.Channel, point: str
+) -> None:
+    _wait_for_the_draft(lied_to)
+    departure = Departure(stack, liars, f"leaves-{point}", point)
+    try:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(lied_to)
+        call = stub.Generate(request(PROMPT, request_id=departure.request_id, **LONG), timeout=120)
+        assert departure.reached.wait(60)
+        call.cancel()
+        _until(lambda: departure.told == set(METHODS))
+        departure.go_on.set()
+        departure.resume_store()
+        _until(departure.is_let_go)
+        _wait_for_the_draft(lied_to)
+        assert departure.late == []
+    finally:
+        departure.go_on.set()
+        departure.resume_store()
+        for liar in liars.values():
+            liar.lie, liar.heard = honest, lambda batch: None
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # A store that forgets, fills up, hangs and goes away. Tokens already sent are right, and what comes next is well.

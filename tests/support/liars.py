@@ -26,6 +26,8 @@ class LyingWorker:
 
     def __init__(self, role: str, upstream: str) -> None:
         self.lie: Lie = honest
+        self.heard: Callable[[Any], None] = lambda batch: None
+        """Is told of each batch that the orchestrator sends."""
         self.describe: Callable[[worker_pb2.GetModelInfoResponse], None] = lambda info: None
         channel = grpc.insecure_channel(upstream)
         stub: Any
@@ -53,11 +55,16 @@ class LyingWorker:
         self._server.stop(0).wait()
 
     def _serve(self, batches: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        call = self._exchange(batches)
+        call = self._exchange(self._overheard(batches))
         context.add_callback(call.cancel)
         with contextlib.suppress(grpc.RpcError, StreamEnds):
             for batch in call:
                 yield from self.lie(batch)
+
+    def _overheard(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.heard(batch)
+            yield batch
 
     def _model_info(self, message: Any, context: grpc.ServicerContext) -> worker_pb2.GetModelInfoResponse:
         info: worker_pb2.GetModelInfoResponse = self._info(message)
