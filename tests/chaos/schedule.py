@@ -2,7 +2,7 @@
 
 Two processes of each service and a store behind a proxy. Callers ask, and resume elsewhere whatever breaks, with the tokens they
 have; one fault after the other is injected and healed. In the end every text must be that of an undisturbed run, the store
-must hold what the caller was sent, and every cache slot must be free. Whatever else may go wrong is in the report.
+must hold what the caller was sent, each commit have raised its epoch by one, and every cache slot must be free. Whatever else may go wrong is in the report.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
 from tandem.wire import encode_ids
+from tests.chaos.epochs import EpochWatch
 from tests.support.generation import gather, request
 from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
 from tests.support.tcp_proxy import Direction, TcpProxy
@@ -66,12 +67,15 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     asked: int = 0
     finished: int = 0
+    commits: int = 0
     resumptions: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """For people."""
-        lines = [f"seed {self.seed}: {self.finished} requests finished, {len(self.failures)} failed"]
+        lines = [
+            f"seed {self.seed}: {self.finished} requests finished in {self.commits} commits, {len(self.failures)} failed"
+        ]
         lines += [f"  fault injected {count:4d} x {name}" for name, count in sorted(self.faults.items())]
         lines += [f"  went on after  {count:4d} x {name}" for name, count in sorted(self.resumptions.items())]
         return "\n".join([*lines, *(f"  FAILED {failure}" for failure in self.failures)])
@@ -270,14 +274,15 @@ def _crowded(stack: Stack, max_tokens: int) -> str:
 def run(folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faults: int = 0) -> Report:
     """The whole of it; starts and stops everything. Callers go on beyond `requests` until there were `least_faults`."""
     report, rng = Report(seed), random.Random(seed)
-    with running_stack(
+    deployment = running_stack(
         folder,
         MODELS / "tiny-target",
         MODELS / "tiny-draft",
         ENVIRONMENT,
         replicas={"draft": 2, "target": 2, "orchestrator": 2},
         store_proxy=True,
-    ) as stack:
+    )
+    with deployment as stack, EpochWatch(stack.redis_url) as watch:
         truths = _truths(stack, max_tokens)
         lock = threading.Lock()
 
@@ -308,6 +313,8 @@ def run(folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faul
         for service in stack.services:
             service.wait_serving()
         _ledger_is_empty(stack, report, max_tokens)
+    report.commits = watch.commits
+    report.failures += watch.violations
     return report
 
 

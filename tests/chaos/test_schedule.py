@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import redis
+
 from tests.chaos import schedule
+from tests.chaos.epochs import EpochWatch
+from tests.support.redis_servers import RedisServer
+
+pytest_plugins = ("tests.support.redis_fixtures",)
 
 REQUESTS = 30
 FAULTS = 5
@@ -18,3 +24,14 @@ def test_random_faults_under_load(tmp_path: Path) -> None:
     assert report.failures == [], report.text()
     assert report.finished == report.asked >= REQUESTS
     assert sum(report.faults.values()) >= FAULTS
+    assert report.commits > REQUESTS
+
+
+def test_a_skipped_epoch_would_be_seen(one_redis_server: RedisServer) -> None:
+    client = redis.Redis.from_url(one_redis_server.url)
+    commit = client.register_script("return redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'length', ARGV[2])")
+    with EpochWatch(one_redis_server.url) as watch:
+        for epoch, length in ((1, 3), (2, 4), (4, 9), (5, 9)):
+            commit(keys=["tandem:{watched}:state"], args=[epoch, length])
+    assert watch.commits == 4
+    assert [violation.rpartition("to ")[2] for violation in watch.violations] == ["(4, 9)", "(5, 9)"]
