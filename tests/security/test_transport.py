@@ -163,11 +163,11 @@ def test_probes_are_answered_in_plain_text_and_nothing_else_is(deployment: Deplo
     with grpc.insecure_channel(deployment.health[role]) as channel:
         for name in ("", LIVENESS):
             request = health_pb2.HealthCheckRequest(service=name)
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         message = orchestrator_pb2.GenerateRequest() if role == "orchestrator" else iter(())
         with pytest.raises(grpc.RpcError) as caught:
-            next(SERVICES[role](channel)(message, timeout=5))
+            next(SERVICES[role](channel)(message, timeout=60))
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
