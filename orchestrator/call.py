@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Protocol
+
+import grpc.aio
 
 from tandem.v1 import orchestrator_pb2 as api
 
@@ -54,9 +57,13 @@ class GrpcCall:
         return self._context.time_remaining()
 
     async def write(self, response: api.GenerateResponse) -> None:
-        """One message of the stream."""
-        if not self._opened:
-            self._opened = True
-            # Else it goes with the first message, and while that is unread no status can be sent.
-            await self._context.send_initial_metadata(())
-        await self._context.write(response)
+        """One message of the stream. Raises CancelledError where the call is over."""
+        try:
+            if not self._opened:
+                self._opened = True
+                # Else it goes with the first message, and while that is unread no status can be sent.
+                await self._context.send_initial_metadata(())
+            await self._context.write(response)
+        except grpc.aio.InternalError as broken:
+            # gRPC ends a write that waits for its reader before it cancels the task: which of both a task sees first is chance.
+            raise asyncio.CancelledError from broken

@@ -230,7 +230,7 @@ class Chaos:
 
 def _truths(stack: Stack, max_tokens: int) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Ids and text of each prompt by each method, decoded plainly and undisturbed."""
-    with stack.orchestrator.channel() as channel:
+    with stack.orchestrators[-1].channel() as channel:  # not through the proxy
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         truths = {}
         for which, prompt in enumerate(PROMPTS):
