@@ -33,6 +33,15 @@ class ProposeJob(Job):
         self.outlooks: list[torch.Tensor] = []
         """What else was likely where each was drawn, [2, candidates], where it is of use for drafting ahead."""
 
+    @classmethod
+    def of(cls, item: draft_pb2.ProposeItem, vocabulary_size: int, max_speculative_tokens: int) -> ProposeJob:
+        """Checks the item's own fields; raises ItemFault INVALID_ARGUMENT."""
+        check_sampling(item, vocabulary_size)
+        block = item.num_speculative_tokens
+        if not 1 <= block <= max_speculative_tokens:
+            raise invalid("num_speculative_tokens", f"{block}, expected 1 to {max_speculative_tokens}")
+        return cls(item.cache_epoch, block, block + item.look_ahead)
+
 
 class Draw(Protocol):
     """Draws one token for each row of logits."""
@@ -60,11 +69,7 @@ class ModelDrafter:
 
     def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
         """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
-        check_sampling(item, self._vocabulary_size)
-        block = item.num_speculative_tokens
-        if not 1 <= block <= self._max_speculative_tokens:
-            raise invalid("num_speculative_tokens", f"{block}, expected 1 to {self._max_speculative_tokens}")
-        return ProposeJob(item.cache_epoch, block, block + item.look_ahead)
+        return ProposeJob.of(item, self._vocabulary_size, self._max_speculative_tokens)
 
     def begin(self, job: ProposeJob) -> None:
         """The first step runs the prefix alone, unless what follows it was drafted ahead."""

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from draft_service.ahead import DraftAhead
-from draft_service.config import DraftConfig
-from draft_service.drafter import Drafter, ModelDrafter
+from draft_service.config import NGRAM, DraftConfig
+from draft_service.drafter import ModelDrafter
 from draft_service.ngram import NgramDrafter, TokensAlone
 from tandem.engine import loading
-from tandem.engine.loading import ServedModel
 from tandem.engine.scheduler import StepLimits
+from tandem.engine.worker_process import Prepared
 
 _FREE_TOKENS_CHUNK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that an engine needs to draft."""
-
-    model: ServedModel
-    drafter: Drafter
-    limits: StepLimits
-    ahead: DraftAhead | None = None
-
-
 def prepare(settings: DraftConfig) -> Prepared:
     """Loads what the configured way needs; raises ModelError."""
-    return _ngram(settings) if settings.method == "ngram" else _model(settings)
+    return _ngram(settings) if settings.method == NGRAM else _model(settings)
 
 
 def _model(settings: DraftConfig) -> Prepared:
@@ -40,7 +29,7 @@ def _model(settings: DraftConfig) -> Prepared:
         prefill_chunk=settings.prefill_chunk,
         forward_cost=model.forward_cost,
     )
-    return Prepared(model, drafter, limits, ahead)
+    return Prepared(model, drafter, limits, idle=ahead)
 
 
 def _ngram(settings: DraftConfig) -> Prepared:

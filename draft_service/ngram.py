@@ -16,10 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from draft_service.drafter import ProposeJob
 from tandem.acceptance import Drafted, check_drafted
-from tandem.engine.faults import invalid
 from tandem.engine.feed import Feed
 from tandem.engine.invariants import require
-from tandem.engine.sampling_fields import check_sampling
 from tandem.v1 import draft_pb2
 from tandem.wire import IdArray
 
@@ -32,10 +30,10 @@ _CERTAIN = np.ones(1, dtype=np.float32)
 class TokensAlone:
     """In a model's place in the engine: keeps count of tokens, and computes nothing."""
 
-    def __init__(self, slots: int, max_length: int, vocabulary_size: int) -> None:
+    def __init__(self, slots: int, max_length: int, padded_vocabulary_size: int) -> None:
         self.slots = slots
         self.max_length = max_length
-        self.padded_vocabulary_size = vocabulary_size
+        self.padded_vocabulary_size = padded_vocabulary_size
 
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """No logits: [sum of rows, 0]."""
@@ -63,11 +61,7 @@ class NgramDrafter:
 
     def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
         """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
-        check_sampling(item, self._vocabulary_size)
-        block = item.num_speculative_tokens
-        if not 1 <= block <= self._max_speculative_tokens:
-            raise invalid("num_speculative_tokens", f"{block}, expected 1 to {self._max_speculative_tokens}")
-        return ProposeJob(item.cache_epoch, block, block + item.look_ahead)
+        return ProposeJob.of(item, self._vocabulary_size, self._max_speculative_tokens)
 
     def begin(self, job: ProposeJob) -> None:
         """The prefix is run like any other, which costs nothing."""

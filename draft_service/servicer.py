@@ -8,30 +8,22 @@ from typing import Any
 import grpc.aio
 
 from tandem.engine.stream import Answer
-from tandem.engine.worker import WorkerState
-from tandem.v1 import draft_pb2, draft_pb2_grpc, worker_pb2
+from tandem.engine.worker import WorkerServicer, WorkerState
+from tandem.v1 import draft_pb2, draft_pb2_grpc
 from tandem.wire import encode_ids, encode_probs
 
 SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+class DraftServicer(WorkerServicer, draft_pb2_grpc.DraftServiceServicer):
     """Packed proposal streams and the model's description."""
-
-    def __init__(self, state: WorkerState) -> None:
-        self._state = state
 
     async def Propose(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[draft_pb2.ProposeBatch],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        await self._state.serve_stream(request_iterator, context, pack)
-
-    async def GetModelInfo(
-        self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.GetModelInfoResponse:
-        return await self._state.model_info(context)
+        await self.state.serve_stream(request_iterator, context, pack)
 
 
 def pack(answers: Sequence[Answer]) -> draft_pb2.ProposalBatch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from tandem.config import is_address, parse_bool, parse_list, setting
-from tandem.transport_security import ClientFiles, ServerFiles
+from tandem.config import address, flag, is_address, parse_list, seconds, setting, whole_number
+from tandem.service_settings import ServiceSettings
+from tandem.transport_security import ClientFiles
 
 from .session_store import Durability
 
@@ -20,9 +22,11 @@ def _durability(text: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class OrchestratorConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorConfig(ServiceSettings):
     """The Tandem orchestrator: runs the rounds of speculative decoding and serves the public API."""
+
+    role: ClassVar[str] = "orchestrator"
 
     target_addresses: tuple[str, ...] = setting(
         "TANDEM_TARGET_ADDRESSES",
@@ -51,24 +55,12 @@ class OrchestratorConfig:
         "",
         help="GGUF file that holds the tokenizer, where there are no files of its own; reading it needs torch",
     )
-    listen: str = setting(
-        "TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API", check=is_address
-    )
-    http_listen: str = setting(
-        "TANDEM_HTTP_LISTEN",
-        "",
-        help="host:port of the OpenAI-compatible HTTP API; empty: gRPC only",
-        check=lambda value: not value or is_address(value),
+    listen: str = address("TANDEM_ORCHESTRATOR_LISTEN", "127.0.0.1:50051", help="host:port of the public API")
+    http_listen: str = address(
+        "TANDEM_HTTP_LISTEN", "", help="host:port of the OpenAI-compatible HTTP API; empty: gRPC only"
     )
     served_model_name: str = setting(
         "TANDEM_SERVED_MODEL_NAME", "", help="the model's name over HTTP; empty: the target's own"
-    )
-    tls_certificate: str = setting(
-        "TANDEM_TLS_CERTIFICATE", "", help="PEM file of the certificate to serve with; empty: plain text"
-    )
-    tls_key: str = setting("TANDEM_TLS_KEY", "", help="PEM file of its key")
-    tls_client_ca: str = setting(
-        "TANDEM_TLS_CLIENT_CA", "", help="PEM file of the CA whose clients may connect; empty: any may"
     )
     tls_worker_ca: str = setting(
         "TANDEM_TLS_WORKER_CA",
@@ -89,150 +81,73 @@ class OrchestratorConfig:
     callers_file: str = setting(
         "TANDEM_CALLERS_FILE", "", help="TOML file of those who may call, and their tokens; empty: everybody may"
     )
-    metrics_listen: str = setting(
-        "TANDEM_ORCHESTRATOR_METRICS_LISTEN",
-        "",
-        help="host:port for Prometheus; empty: no metrics endpoint",
-        check=lambda value: not value or is_address(value),
+    num_speculative_tokens: int = whole_number(
+        "TANDEM_NUM_SPECULATIVE_TOKENS", 4, least=0, most=16, help="gamma of requests that don't set it"
     )
-    health_listen: str = setting(
-        "TANDEM_ORCHESTRATOR_HEALTH_LISTEN",
-        "",
-        help="host:port where health alone is served, in plain text, for probes that speak no TLS; empty: not",
-        check=lambda value: not value or is_address(value),
-    )
-    num_speculative_tokens: int = setting(
-        "TANDEM_NUM_SPECULATIVE_TOKENS",
-        4,
-        help="gamma of requests that don't set it",
-        parse=int,
-        check=lambda value: 0 <= value <= 16,
-        expected="0 to 16",
-    )
-    adaptive_speculative_tokens: bool = setting(
+    adaptive_speculative_tokens: bool = flag(
         "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS",
         False,
         help="choose gamma anew for each round of requests that don't set it",
-        parse=parse_bool,
-        expected="true or false",
     )
-    max_speculative_tokens: int = setting(
-        "TANDEM_MAX_SPECULATIVE_TOKENS",
-        16,
-        help="largest gamma a request may ask for",
-        parse=int,
-        check=lambda value: 0 <= value <= 64,
-        expected="0 to 64",
+    max_speculative_tokens: int = whole_number(
+        "TANDEM_MAX_SPECULATIVE_TOKENS", 16, least=0, most=64, help="largest gamma a request may ask for"
     )
-    look_ahead: bool = setting(
+    look_ahead: bool = flag(
         "TANDEM_LOOK_AHEAD",
         False,
         help="have the draft propose the token after the block too, to take the place of the bonus token",
-        parse=lambda text: text.lower() in ("1", "true", "yes", "on"),
     )
-    max_tokens: int = setting(
-        "TANDEM_MAX_TOKENS",
-        4096,
-        help="most tokens one request may generate",
-        parse=int,
-        check=lambda value: value >= 1,
-        expected="at least 1",
+    max_tokens: int = whole_number("TANDEM_MAX_TOKENS", 4096, least=1, help="most tokens one request may generate")
+    max_prompt_characters: int = whole_number(
+        "TANDEM_MAX_PROMPT_CHARACTERS", 1_000_000, least=1, help="longest prompt that is encoded at all"
     )
-    max_prompt_characters: int = setting(
-        "TANDEM_MAX_PROMPT_CHARACTERS",
-        1_000_000,
-        help="longest prompt that is encoded at all",
-        parse=int,
-        check=lambda value: value >= 1,
-        expected="at least 1",
+    max_running_requests: int = whole_number(
+        "TANDEM_MAX_RUNNING_REQUESTS", 32, least=1, help="requests decoded at the same time"
     )
-    max_running_requests: int = setting(
-        "TANDEM_MAX_RUNNING_REQUESTS",
-        32,
-        help="requests decoded at the same time",
-        parse=int,
-        check=lambda value: value >= 1,
-        expected="at least 1",
-    )
-    max_waiting_requests: int = setting(
+    max_waiting_requests: int = whole_number(
         "TANDEM_MAX_WAITING_REQUESTS",
         256,
+        least=0,
         help="requests that may wait for a place; more are refused with RESOURCE_EXHAUSTED",
-        parse=int,
-        check=lambda value: value >= 0,
-        expected="at least 0",
     )
-    max_waiting_seconds: float = setting(
-        "TANDEM_MAX_WAITING_SECONDS",
-        60.0,
-        help="longest wait for a place",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
-    )
-    draft_start_seconds: float = setting(
+    max_waiting_seconds: float = seconds("TANDEM_MAX_WAITING_SECONDS", 60.0, help="longest wait for a place")
+    draft_start_seconds: float = seconds(
         "TANDEM_DRAFT_START_SECONDS",
         10.0,
         help="how long the first readiness waits for a draft, once all else is there",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
     )
-    draft_timeout_seconds: float = setting(
+    draft_timeout_seconds: float = seconds(
         "TANDEM_DRAFT_TIMEOUT_SECONDS",
         1.0,
+        above=0,
         help="how long a round waits for the draft before it goes on without",
-        parse=float,
-        check=lambda value: value > 0,
-        expected="more than 0",
     )
-    draft_backoff_seconds: float = setting(
+    draft_backoff_seconds: float = seconds(
         "TANDEM_DRAFT_BACKOFF_SECONDS",
         1.0,
         help="how long a request decodes plainly after its draft failed, before it tries again",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
     )
-    target_timeout_seconds: float = setting(
-        "TANDEM_TARGET_TIMEOUT_SECONDS",
-        60.0,
-        help="how long a round waits for one answer of the target",
-        parse=float,
-        check=lambda value: value > 0,
-        expected="more than 0",
+    target_timeout_seconds: float = seconds(
+        "TANDEM_TARGET_TIMEOUT_SECONDS", 60.0, above=0, help="how long a round waits for one answer of the target"
     )
-    target_retry_seconds: float = setting(
+    target_retry_seconds: float = seconds(
         "TANDEM_TARGET_RETRY_SECONDS",
         30.0,
         help="how long a request waits for a target to come back before it ends UNAVAILABLE",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
     )
-    reader_timeout_seconds: float = setting(
+    reader_timeout_seconds: float = seconds(
         "TANDEM_READER_TIMEOUT_SECONDS",
         60.0,
+        above=0,
         help="how long a caller may leave its stream unread before the request is ended",
-        parse=float,
-        check=lambda value: value > 0,
-        expected="more than 0",
     )
-    trace_slow_seconds: float = setting(
+    trace_slow_seconds: float = seconds(
         "TANDEM_TRACE_SLOW_SECONDS",
         30.0,
         help="a request that takes longer is traced whatever the sampler says, as one that fails or is degraded",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
     )
-    store_retry_seconds: float = setting(
-        "TANDEM_STORE_RETRY_SECONDS",
-        5.0,
-        help="how long a commit is retried while the store is away",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
+    store_retry_seconds: float = seconds(
+        "TANDEM_STORE_RETRY_SECONDS", 5.0, help="how long a commit is retried while the store is away"
     )
     store_durability: str = setting(
         "TANDEM_STORE_DURABILITY",
@@ -241,60 +156,24 @@ class OrchestratorConfig:
         check=_durability,
         expected="memory, disk, replicas=N or disk+replicas=N",
     )
-    store_timeout_seconds: float = setting(
-        "TANDEM_STORE_TIMEOUT_SECONDS",
-        2.0,
-        help="how long one answer of the store may take",
-        parse=float,
-        check=lambda value: value > 0,
-        expected="more than 0",
+    store_timeout_seconds: float = seconds(
+        "TANDEM_STORE_TIMEOUT_SECONDS", 2.0, above=0, help="how long one answer of the store may take"
     )
-    running_ttl_seconds: int = setting(
-        "TANDEM_RUNNING_TTL_SECONDS",
-        900,
-        help="expiry of a running request's state, refreshed by each commit",
-        parse=int,
-        check=lambda value: value >= 1,
-        expected="at least 1",
+    running_ttl_seconds: int = whole_number(
+        "TANDEM_RUNNING_TTL_SECONDS", 900, least=1, help="expiry of a running request's state, refreshed by each commit"
     )
-    finished_ttl_seconds: int = setting(
-        "TANDEM_FINISHED_TTL_SECONDS",
-        300,
-        help="how long a finished request's state is kept",
-        parse=int,
-        check=lambda value: value >= 1,
-        expected="at least 1",
+    finished_ttl_seconds: int = whole_number(
+        "TANDEM_FINISHED_TTL_SECONDS", 300, least=1, help="how long a finished request's state is kept"
     )
-    resume_seconds: float = setting(
+    resume_seconds: float = seconds(
         "TANDEM_RESUME_SECONDS",
         60.0,
+        most=86400,
         help="how long a request that was named by its caller can be resumed after its connection broke",
-        parse=float,
-        check=lambda value: 0 <= value <= 86400,
-        expected="0 to 86400",
     )
-    drain_seconds: float = setting(
-        "TANDEM_DRAIN_SECONDS",
-        20.0,
-        help="how long running requests may go on after SIGTERM",
-        parse=float,
-        check=lambda value: value >= 0,
-        expected="at least 0",
+    drain_seconds: float = seconds(
+        "TANDEM_DRAIN_SECONDS", 20.0, help="how long running requests may go on after SIGTERM"
     )
-    log_level: str = setting(
-        "TANDEM_LOG_LEVEL",
-        "INFO",
-        help="DEBUG, INFO, WARNING or ERROR",
-        parse=str.upper,
-        check=lambda value: value in ("DEBUG", "INFO", "WARNING", "ERROR"),
-    )
-    log_format: str = setting(
-        "TANDEM_LOG_FORMAT", "text", help="text or json", check=lambda value: value in ("text", "json")
-    )
-
-    def server_files(self) -> ServerFiles:
-        """What to serve callers with."""
-        return ServerFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
 
     def worker_files(self) -> ClientFiles:
         """What to reach drafts and targets with."""

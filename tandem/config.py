@@ -1,13 +1,15 @@
 """Configuration of a service: one frozen dataclass, read once from flags and `TANDEM_*` variables, and validated.
 
-A field is declared with `setting`; its flag is its name, its variable is named in full. A flag wins over the variable,
-the variable over the default. Every error names the variable, since that is what an operator can change.
+A field is declared with `setting`, or with one of the functions for common kinds of it; its flag is its name, its
+variable is named in full, or with `{role}` where services share a declaration: each has its own `role`. A flag wins over
+the variable, the variable over the default. Every error names the variable, since that is what an operator can change.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,6 +48,53 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def whole_number(variable: str, default: int, *, help: str, least: int, most: float = math.inf) -> Any:
+    """A number of something, from `least` to `most`."""
+    return setting(
+        variable,
+        default,
+        help=help,
+        parse=int,
+        check=lambda value: least <= value <= most,
+        expected=f"at least {least}" if most == math.inf else f"{least} to {most}",
+    )
+
+
+def seconds(variable: str, default: float, *, help: str, most: float = math.inf, above: float | None = None) -> Any:
+    """A time: not negative, at most `most`, or more than `above`."""
+    least = "at least 0" if above is None else f"more than {above:g}"
+    return setting(
+        variable,
+        default,
+        help=help,
+        parse=float,
+        check=lambda value: (value >= 0 if above is None else value > above) and value <= most,
+        expected=least if most == math.inf else f"0 to {most:g}",
+    )
+
+
+def flag(variable: str, default: bool, *, help: str) -> Any:
+    """On or off."""
+    return setting(variable, default, help=help, parse=parse_bool, expected="true or false")
+
+
+def choice(variable: str, default: str, options: Sequence[str], *, help: str, parse: Callable[[str], str] = str) -> Any:
+    """One of a few words."""
+    expected = "one of " + ", ".join(options)
+    return setting(variable, default, help=help, parse=parse, check=tuple(options).__contains__, expected=expected)
+
+
+def address(variable: str, default: str, *, help: str) -> Any:
+    """host:port; where the default is empty, nothing will do too."""
+    return setting(
+        variable,
+        default,
+        help=help,
+        check=lambda value: is_address(value) or value == default == "",
+        expected="host:port",
+    )
+
+
 def parse_bool(text: str) -> bool:
     """true/false in the spellings people use; raises ValueError for others."""
     lowered = text.strip().lower()
@@ -68,8 +117,16 @@ def is_address(text: str) -> bool:
 
 
 def settings_of(config_class: type[Any]) -> dict[str, _Setting]:
-    """Field name to its declaration, for documentation and for checks of manifests against the code."""
-    return {field.name: field.metadata["setting"] for field in dataclasses.fields(config_class)}
+    """Field name to its declaration, its own before those that it shares: also for documentation, and for checks of
+    manifests against the code."""
+    own = config_class.__annotations__
+    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.name not in own)
+    role = getattr(config_class, "role", "")
+    return {field.name: _of_role(field.metadata["setting"], role) for field in fields}
+
+
+def _of_role(declared: _Setting, role: str) -> _Setting:
+    return dataclasses.replace(declared, variable=declared.variable.format(role=role.upper()))
 
 
 def load(config_class: type[ConfigT], arguments: Sequence[str], environment: Mapping[str, str]) -> ConfigT:

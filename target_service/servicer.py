@@ -9,30 +9,22 @@ import grpc.aio
 
 from tandem.acceptance import TargetRow
 from tandem.engine.stream import Answer
-from tandem.engine.worker import WorkerState
-from tandem.v1 import target_pb2, target_pb2_grpc, worker_pb2
+from tandem.engine.worker import WorkerServicer, WorkerState
+from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem.wire import encode_ids, encode_probs
 
 SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
 
-class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+class TargetServicer(WorkerServicer, target_pb2_grpc.TargetServiceServicer):
     """Packed verification streams and the model's description."""
-
-    def __init__(self, state: WorkerState) -> None:
-        self._state = state
 
     async def Verify(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyBatch],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        await self._state.serve_stream(request_iterator, context, pack)
-
-    async def GetModelInfo(
-        self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.GetModelInfoResponse:
-        return await self._state.model_info(context)
+        await self.state.serve_stream(request_iterator, context, pack)
 
 
 def pack(answers: Sequence[Answer]) -> target_pb2.VerdictBatch:

@@ -180,21 +180,24 @@ def _cut(config: Any, options: ModelOptions) -> None:
 
 
 def load_tokens_alone(options: ModelOptions, lm: Callable[[int, int], RaggedModel]) -> ServedModel:
-    """What is said of a draft without a model: that of the tokenizer. `lm(context_length, vocabulary_size)` makes what
-    takes the model's place. Raises ModelError."""
+    """What is said of a draft without a model: that of the tokenizer, as far as the model's head goes.
+    `lm(context_length, padded_vocabulary_size)` makes what takes the model's place. Raises ModelError."""
+    source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
     except Exception as error:
         raise ModelError(f"can't load the tokenizer of {options.model!r}: {_one_line(error)}") from error
-    strings = model_info.token_strings(tokenizer)
+    try:
+        head = int(AutoConfig.from_pretrained(options.model, **source).get_text_config().vocab_size)
+    except Exception as error:
+        raise ModelError(f"can't load the config of {options.model!r}: {_one_line(error)}") from error
+    strings = model_info.token_strings(tokenizer)[:head]
     context_length = options.context_length or _CONTEXT_WITHOUT_MODEL
     return ServedModel(
-        lm=lm(context_length, len(strings)),
+        lm=lm(context_length, head),
         name=f"{options.model}, tokens alone",
         vocabulary_size=len(strings),
-        padded_vocabulary_size=len(strings),
+        padded_vocabulary_size=head,
         vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings),
         end_token_ids=(),
         context_length=context_length,

@@ -109,6 +109,19 @@ class WorkerState:
         return self.loaded
 
 
+class WorkerServicer:
+    """What the gRPC services of both workers have in common."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self.state = state
+
+    async def GetModelInfo(  # noqa: N802 - the name of an RPC
+        self, _request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetModelInfoResponse:
+        """The model's description."""
+        return await self.state.model_info(context)
+
+
 class WorkerConfig(Protocol):
     """What the configs of both workers have in common."""
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import stats
+from transformers import AutoTokenizer
 
+from draft_service.config import DraftConfig
+from draft_service.methods import prepare
 from draft_service.ngram import continuation
+from tandem import config, model_info
 from tandem.acceptance import TargetRow, accept, check_drafted
 from tandem.randomness import Lane, uniforms
+from tests.support.services import MODELS
 
 VOCABULARY = 8
 TOKENS = 40_000
@@ -38,6 +47,42 @@ def test_the_block_is_what_followed_the_same_run_before(
     tokens: tuple[int, ...], count: int, expected: tuple[int, ...]
 ) -> None:
     assert continuation(ids(*tokens), count).tolist() == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LAYERS", "1"),
+        ("AHEAD_ROWS", "4"),
+        ("GGUF_FILE", "a.gguf"),
+        ("THREADS", "1"),
+        ("DEVICE", "cuda"),
+        ("DTYPE", "float16"),
+    ],
+)
+def test_what_needs_a_model_is_refused_without_one(name: str, value: str) -> None:
+    asked = {"TANDEM_DRAFT_MODEL": "somewhere", f"TANDEM_DRAFT_{name}": value}
+    config.load(DraftConfig, [], asked)
+    with pytest.raises(config.ConfigError, match=f"TANDEM_DRAFT_{name}={value} needs a model"):
+        config.load(DraftConfig, [], {**asked, "TANDEM_DRAFT_METHOD": "ngram"})
+
+
+@pytest.mark.parametrize("head", [400, 512, 600])
+def test_the_vocabulary_is_that_of_the_model(tmp_path: Path, head: int) -> None:
+    """A head may be narrower than the tokenizer, or padded: the target compares names and number of what it can say."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "tiny-target", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "config.json").read_text())
+    tokens = settings["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": head}))
+    prepared = prepare(
+        config.load(DraftConfig, [], {"TANDEM_DRAFT_MODEL": str(folder), "TANDEM_DRAFT_METHOD": "ngram"})
+    )
+    assert tokens == 512
+    assert prepared.model.vocabulary_size == min(tokens, head)
+    assert prepared.model.padded_vocabulary_size == prepared.model.lm.padded_vocabulary_size == head
+    full = model_info.token_strings(AutoTokenizer.from_pretrained(folder))
+    assert prepared.model.vocabulary_fingerprint == model_info.vocabulary_fingerprint(full[:head])
 
 
 def _generate(transitions: NDArray[np.float64], tokens: int, *, strict: bool) -> NDArray[np.int64]:

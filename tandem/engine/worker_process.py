@@ -1,0 +1,94 @@
+"""A worker's process, from its command line to its exit status: draft and target say only what is their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import grpc.aio
+
+from tandem import config, grpc_server, telemetry
+from tandem.engine.item_spans import SpanVocabulary
+from tandem.engine.observer import WorkerObserver
+from tandem.engine.worker import Loaded, WorkerSpec, WorkerState, serve
+from tandem.engine.worker_settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tandem.engine.engine import WaitingLimits
+    from tandem.engine.idle import IdleWork
+    from tandem.engine.job import Method
+    from tandem.engine.loading import ServedModel
+    from tandem.engine.scheduler import StepLimits
+
+SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A loaded model, and what its engine does with it."""
+
+    model: ServedModel
+    method: Method[Any, Any]
+    limits: StepLimits
+    waiting: WaitingLimits | None = None
+    """None: who finds no cache slot is refused."""
+    idle: IdleWork | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Worker(Generic[SettingsT]):
+    """What makes a process a draft or a target."""
+
+    settings: type[SettingsT]
+    service: str
+    """Full name of the gRPC service."""
+    add_servicer: Callable[[WorkerState, grpc.aio.Server], None]
+    spans: SpanVocabulary
+    prepare: Callable[[SettingsT], Prepared]
+    """Blocking: loads the model. Raises ModelError. Imports torch, hence is called in a thread: that takes seconds, and
+    health answers meanwhile."""
+
+
+def main(worker: Worker[Any]) -> int:
+    """Runs the service and returns its exit status."""
+    try:
+        settings: WorkerSettings = config.load(worker.settings, sys.argv[1:], os.environ)
+    except config.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    telemetry.configure_logging(settings.role, settings.log_level, settings.log_format)
+
+    def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
+        from tandem.engine.engine import NO_WAITING, Engine
+
+        prepared = worker.prepare(settings)
+        engine = Engine(
+            prepared.model.lm,
+            prepared.method,
+            loop,
+            limits=prepared.limits,
+            waiting=prepared.waiting or NO_WAITING,
+            on_death=on_death,
+            reuse_prefixes=settings.prefix_reuse,
+            idle=prepared.idle,
+            debug_invariants=settings.debug_invariants,
+        )
+        return Loaded(prepared.model, engine)
+
+    prefix = f"TANDEM_{settings.role.upper()}"
+    spec = WorkerSpec(
+        service=worker.service,
+        listen_variable=f"{prefix}_LISTEN",
+        health_variable=f"{prefix}_HEALTH_LISTEN",
+        model_variable=f"{prefix}_MODEL",
+        add_servicer=worker.add_servicer,
+        load=load,
+    )
+    observer = WorkerObserver(
+        settings.role, worker.spans, os.environ, settings.metrics_listen, f"{prefix}_METRICS_LISTEN"
+    )
+    return grpc_server.run(serve(settings, spec, observer))
