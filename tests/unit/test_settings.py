@@ -1,37 +1,68 @@
-"""Settings that can't work are refused at start, by the name of their variable."""
+"""Settings that can't work are refused at start, by the name of their variable, each kind of them at each service."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from draft_service.config import DraftConfig
 from orchestrator.config import OrchestratorConfig
-from tandem.config import ConfigError, load
+from tandem import config
 from target_service.config import TargetConfig
 
 NEEDED = {
-    "TANDEM_TARGET_ADDRESSES": "127.0.0.1:1",
-    "TANDEM_TOKENIZER": "t",
-    "TANDEM_REDIS_URL": "redis://localhost",
     "TANDEM_DRAFT_MODEL": "m",
     "TANDEM_TARGET_MODEL": "m",
+    "TANDEM_TARGET_ADDRESSES": "a:1",
+    "TANDEM_TOKENIZER": "t",
+    "TANDEM_REDIS_URL": "redis://r",
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "variable", "value"),
+    ("service", "variable", "value", "expected"),
     [
-        *((DraftConfig, "TANDEM_DRAFT_METRICS_LISTEN", value) for value in ("127.0.0.1:70000", "9090", ":x", "h:²")),
-        (TargetConfig, "TANDEM_TARGET_METRICS_LISTEN", "127.0.0.1:70000"),
-        (TargetConfig, "TANDEM_TARGET_HEALTH_LISTEN", "127.0.0.1:70000"),
-        (OrchestratorConfig, "TANDEM_ORCHESTRATOR_METRICS_LISTEN", "127.0.0.1:70000"),
-        (OrchestratorConfig, "TANDEM_DRAFT_ADDRESSES", "host"),
-        *((OrchestratorConfig, "TANDEM_STORE_DURABILITY", f"replicas={value}") for value in ("-1", "+1", "17", "²")),
+        (DraftConfig, "TANDEM_DRAFT_SLOTS", "0", "1 to 4096"),
+        (TargetConfig, "TANDEM_TARGET_SLOTS", "1.5", "1 to 4096"),
+        (TargetConfig, "TANDEM_TARGET_CONTEXT_LENGTH", "-1", "at least 0"),
+        (TargetConfig, "TANDEM_TARGET_DTYPE", "int3", "one of auto, float32"),
+        (TargetConfig, "TANDEM_DRAIN_SECONDS", "3601", "0 to 3600"),
+        (TargetConfig, "TANDEM_DRAIN_SECONDS", "nan", "0 to 3600"),
+        (OrchestratorConfig, "TANDEM_DRAFT_TIMEOUT_SECONDS", "0", "more than 0"),
+        (OrchestratorConfig, "TANDEM_DRAFT_TIMEOUT_SECONDS", "nan", "more than 0"),
+        (OrchestratorConfig, "TANDEM_MAX_WAITING_SECONDS", "-1", "at least 0"),
+        (OrchestratorConfig, "TANDEM_LOOK_AHEAD", "maybe", "true or false"),
+        *(
+            (DraftConfig, "TANDEM_DRAFT_METRICS_LISTEN", value, "host:port")
+            for value in ("h:70000", "9090", ":x", "h:²")
+        ),
+        (TargetConfig, "TANDEM_TARGET_HEALTH_LISTEN", "127.0.0.1:70000", "host:port"),
+        (OrchestratorConfig, "TANDEM_ORCHESTRATOR_METRICS_LISTEN", "host:99999", "host:port"),
+        (OrchestratorConfig, "TANDEM_DRAFT_ADDRESSES", "host", ""),
+        *(
+            (OrchestratorConfig, "TANDEM_STORE_DURABILITY", f"replicas={value}", "memory")
+            for value in ("-1", "+1", "17", "²")
+        ),
+        (OrchestratorConfig, "TANDEM_ORCHESTRATOR_LISTEN", "", "host:port"),
+        (DraftConfig, "TANDEM_LOG_LEVEL", "loud", "one of DEBUG, INFO"),
     ],
 )
-def test_a_value_out_of_range(kind: type[Any], variable: str, value: str) -> None:
-    load(kind, [], NEEDED)
-    with pytest.raises(ConfigError, match=variable):
-        load(kind, [], {**NEEDED, variable: value})
+def test_a_bad_value_is_refused_by_name(service: type, variable: str, value: str, expected: str) -> None:
+    config.load(service, [], NEEDED)
+    with pytest.raises(config.ConfigError, match=rf"^{variable}='{value}' .*expected {expected}"):
+        config.load(service, [], {**NEEDED, variable: value})
+
+
+def test_each_service_reads_its_own_variables_and_those_that_it_shares() -> None:
+    environment = {
+        **NEEDED,
+        "TANDEM_DRAFT_SLOTS": "3",
+        "TANDEM_TARGET_SLOTS": "4",
+        "TANDEM_TARGET_METRICS_LISTEN": "0.0.0.0:9090",
+        "TANDEM_LOG_LEVEL": "debug",
+    }
+    draft, target = (
+        config.load(DraftConfig, [], environment),
+        config.load(TargetConfig, ["--threads", "2"], environment),
+    )
+    assert (draft.slots, draft.threads, draft.metrics_listen, draft.log_level) == (3, 0, "", "DEBUG")
+    assert (target.slots, target.threads, target.metrics_listen, target.log_level) == (4, 2, "0.0.0.0:9090", "DEBUG")
