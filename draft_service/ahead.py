@@ -226,7 +226,7 @@ class DraftAhead:
             row.clear()
             row.owner, row.cached = None, 0
             if self._work is not None:
-                self._work.clear(row.slot)
+                self._work.clear(row.slot)  # where even that fails, the device is beyond repair, and the thread ends
         if self.stats.failed_forwards >= _FAILURES:
             logger.error("no more drafting ahead, after %d failures", self.stats.failed_forwards)
             self._rows = []
