@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from draft_service.config import DraftConfig
@@ -48,7 +50,7 @@ NEEDED = {
 )
 def test_a_bad_value_is_refused_by_name(service: type, variable: str, value: str, expected: str) -> None:
     config.load(service, [], NEEDED)
-    with pytest.raises(config.ConfigError, match=rf"^{variable}='{value}' .*expected {expected}"):
+    with pytest.raises(config.ConfigError, match=rf"^{variable}='{re.escape(value)}' .*expected {expected}"):
         config.load(service, [], {**NEEDED, variable: value})
 
 
