@@ -59,6 +59,26 @@ def random_draft(draft: Path, output: Path, seed: int = 0) -> Path:
     return output
 
 
+def noisy(model: Path, output: Path, noise: float = 0.1, seed: int = 0) -> Path:
+    """The same weights with noise, ``noise`` times as wide as each matrix's own spread: a draft that agrees with its model as
+    often as one likes.
+
+    With a cost-padded target it makes a pair of any acceptance and any ratio of costs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def blurred(weight: Tensor) -> Tensor:
+        if weight.ndim < 2:
+            return weight
+        spread = noise * weight.float().std()
+        return (weight.float() + spread * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+
+    with _copied(model, output) as work:
+        weights = load_file(work / WEIGHTS)
+        _save_weights({name: blurred(weights[name]) for name in sorted(weights)}, work)
+    return output
+
+
 def padded_vocabulary(model: Path, output: Path, extra: int = 64, scale: float = 4.0, seed: int = 0) -> Path:
     """``extra`` more rows in embeddings and head than the tokenizer has tokens, as many models have.
 
@@ -201,6 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     kind("draft-equals-target", draft_equals_target)
     kind("random-draft", random_draft).add_argument("--seed", type=int, default=0)
+    blurred = kind("noisy", noisy)
+    blurred.add_argument("--noise", type=float, default=0.1)
+    blurred.add_argument("--seed", type=int, default=0)
     padded = kind("padded-vocabulary", padded_vocabulary)
     padded.add_argument("--extra", type=int, default=64)
     padded.add_argument("--scale", type=float, default=4.0)

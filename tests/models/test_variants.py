@@ -145,6 +145,13 @@ class TestVariants:
         weights = [(folder / "model.safetensors").read_bytes() for folder in made]
         assert weights[0] == weights[1] != weights[2]
 
+    def test_noisy_agrees_less_the_more_noise(self, tiny_target: Path, tmp_path: Path) -> None:
+        ids = token_ids(tiny_target)
+        little, much = (variants.noisy(tiny_target, tmp_path / f"{noise}", noise=noise) for noise in (0.02, 0.2))
+        again = variants.noisy(tiny_target, tmp_path / "again", noise=0.2)
+        assert mean_overlap(tiny_target, much, ids) < mean_overlap(tiny_target, little, ids) < 1.0
+        assert (much / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
     def test_padded_vocabulary_agrees_on_the_real_tokens(self, target: Path, tmp_path: Path) -> None:
         made = variants.padded_vocabulary(target, tmp_path / "made", extra=7)
         ids = torch.arange(1, 20)[None]
