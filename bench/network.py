@@ -64,8 +64,8 @@ class NetworkResult:
     case: str
     bytes_per_second: float
     rows: list[NetworkRow]
-    break_even: dict[int, float]
-    """By gamma: the round trip in milliseconds from which on plain decoding is faster; infinite where it never is."""
+    pays: dict[int, tuple[float, float]]
+    """By gamma: from which to which round trip, in milliseconds added to the nearest; (0, 0) where at none."""
 
 
 async def measure(options: NetworkOptions) -> NetworkResult:
@@ -87,7 +87,7 @@ async def measure(options: NetworkOptions) -> NetworkResult:
     name, temperature = options.case
     rows = network_rows(heard, options.max_tokens)
     return NetworkResult(
-        str(options.models), f"{name}, T = {temperature:g}", options.bytes_per_second, rows, break_even_by_gamma(rows)
+        str(options.models), f"{name}, T = {temperature:g}", options.bytes_per_second, rows, _paying_by_gamma(rows)
     )
 
 
@@ -136,23 +136,27 @@ def _crossings(gamma: int) -> int:
     return 2 if gamma else 1
 
 
-def break_even(plain_round: float, round_time: float, tokens_per_round: float) -> float:
-    """The round trip of both links, beyond what the two rounds have already, from which on plain decoding is faster; 0 where it
-    is faster already, infinite where it never is.
+def paying_distances(plain_round: float, round_time: float, tokens_per_round: float) -> tuple[float, float]:
+    """From which to which round trip of both links, beyond what the two rounds have already, a block pays; (0, 0) where it never does.
 
-    A token costs (plain_round + x) plainly and (round_time + 2x) / tokens_per_round else: with two tokens a round or more the
-    distance to the target is shared by more tokens than crossings are added.
+    A token costs (plain_round + x) plainly and (round_time + 2x) / tokens_per_round else. Below two tokens a round the crossing to the
+    draft costs more than what the tokens share of that to the target, above two less.
     """
     gained = tokens_per_round * plain_round - round_time
-    if tokens_per_round >= 2.0:
-        return math.inf if gained >= 0 else 0.0
-    return max(0.0, gained / (2.0 - tokens_per_round))
+    if tokens_per_round > 2.0:
+        return max(0.0, -gained / (tokens_per_round - 2.0)), math.inf
+    if gained <= 0.0:
+        return 0.0, 0.0
+    return 0.0, gained / (2.0 - tokens_per_round) if tokens_per_round < 2.0 else math.inf
 
 
-def break_even_by_gamma(rows: Sequence[NetworkRow]) -> dict[int, float]:
-    """From the rows without a distance."""
-    near = {row.gamma: row for row in rows if row.round_trip == min(each.round_trip for each in rows)}
-    return {gamma: break_even(near[0].round, row.round, row.tokens_per_round) for gamma, row in near.items() if gamma}
+def _paying_by_gamma(rows: Sequence[NetworkRow]) -> dict[int, tuple[float, float]]:
+    """From the rows of the smallest distance."""
+    nearest = min(row.round_trip for row in rows)
+    near = {row.gamma: row for row in rows if row.round_trip == nearest}
+    return {
+        gamma: paying_distances(near[0].round, row.round, row.tokens_per_round) for gamma, row in near.items() if gamma
+    }
 
 
 def network_tables(result: NetworkResult) -> list[Table]:
@@ -172,12 +176,17 @@ def network_tables(result: NetworkResult) -> list[Table]:
             f"{row.speedup:.2f}x",
             style="" if row.speedup >= 1 else "yellow",
         )
-    limits = ", ".join(
-        f"gamma {gamma}: {'at any distance' if math.isinf(limit) else f'up to {limit:.1f} ms'}"
-        for gamma, limit in result.break_even.items()
-    )
+    pays = ", ".join(f"gamma {gamma} {_distances(*limits)}" for gamma, limits in result.pays.items())
     table.caption = (
         "RTT: added between the orchestrator and each worker. predicted: the nearest round and its round trips. speed-up: over "
-        f"gamma 0 at the same distance. It pays, by the nearest rounds: {limits}."
+        f"gamma 0 at the same distance. By the nearest rounds, a block pays: {pays}."
     )
     return [table]
+
+
+def _distances(least: float, most: float) -> str:
+    if not most:
+        return "never"
+    if math.isinf(most):
+        return f"from {least:.1f} ms on" if least else "at any distance"
+    return f"up to {most:.1f} ms"

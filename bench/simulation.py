@@ -286,4 +286,5 @@ def _even(step: int, request: int, stride: float) -> float:
 
 
 def _mean_busy(devices: Sequence[_Device], seconds: float) -> float:
-    return sum(device.busy for device in devices) / len(devices) / seconds
+    # A forward that has begun counts as a whole.
+    return min(1.0, sum(device.busy for device in devices) / len(devices) / seconds)

@@ -14,7 +14,7 @@ from bench import plots
 from bench.acceptance_by_position import conditional
 from bench.capacity import FARTHEST, PLAIN, TOGETHER, CapacityOptions, Plan, last_above, plan_capacity, verdict
 from bench.delayed_link import DelayedLink
-from bench.network import break_even
+from bench.network import paying_distances
 from bench.padded_target import layers_for
 from bench.peers_results import PEER, Decoded, PeersResult, peers_goals, peers_rows
 from bench.serving_results import Latency, ServingCase, serving_constants
@@ -59,14 +59,19 @@ def test_another_greedy_output_is_told_and_a_drawn_one_is_not_compared() -> None
     ("plain", "speculative", "tokens", "expected"),
     [
         # 1.5 tokens in 12 ms beside 10 ms a token: (10 + x) = (12 + 2x) / 1.5 at x = 6.
-        (10.0, 12.0, 1.5, 6.0),
-        (10.0, 16.0, 1.5, 0.0),
-        (10.0, 15.0, 2.0, math.inf),
-        (10.0, 35.0, 3.0, 0.0),
+        (10.0, 12.0, 1.5, (0.0, 6.0)),
+        (10.0, 16.0, 1.5, (0.0, 0.0)),
+        (10.0, 15.0, 2.0, (0.0, math.inf)),
+        (10.0, 25.0, 2.0, (0.0, 0.0)),
+        (10.0, 20.0, 3.0, (0.0, math.inf)),
+        # (10 + x) = (35 + 2x) / 3 at x = 5.
+        (10.0, 35.0, 3.0, (5.0, math.inf)),
     ],
 )
-def test_a_distance_breaks_even(plain: float, speculative: float, tokens: float, expected: float) -> None:
-    assert break_even(plain, speculative, tokens) == pytest.approx(expected)
+def test_a_block_pays_between_distances(
+    plain: float, speculative: float, tokens: float, expected: tuple[float, float]
+) -> None:
+    assert paying_distances(plain, speculative, tokens) == pytest.approx(expected)
 
 
 def test_conditional_acceptance_multiplies_up_to_what_was_counted() -> None:
