@@ -59,6 +59,19 @@ def test_the_smoke_test_says_why_there_is_no_cluster(tmp_path: Path) -> None:
     assert "connection refused" in done.stderr
 
 
+@pytest.mark.parametrize("failing", ["never", "statefulset/target"])
+def test_a_deployment_is_applied_and_waited_for(tmp_path: Path, failing: str) -> None:
+    log = tmp_path / "log"
+    cluster = executable(tmp_path / "kubectl", f'echo "$@" >> {log}; case "$*" in *{failing}*) exit 1 ;; esac')
+    command = ["make", "deploy", "OVERLAY=gpu", f"KUBECTL={cluster}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    calls = log.read_text().splitlines()
+    assert calls[0] == "apply -k k8s/overlays/gpu"
+    waited = [call.split()[-1] for call in calls[1:]]
+    everything = ["deployment/orchestrator", "statefulset/target", "statefulset/draft"]
+    assert (done.returncode == 0, waited) == ((True, everything) if failing == "never" else (False, everything[:2]))
+
+
 def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path) -> None:
     log = tmp_path / "log"
     builder = executable(
