@@ -1,8 +1,9 @@
 """Random faults under load, from a seed: `python -m tests.chaos.schedule --requests 500 --seed 7` (`make chaos`).
 
-Two processes of each service and a store behind a proxy. Callers ask, and resume elsewhere whatever breaks, with the tokens they
-have; one fault after the other is injected and healed. In the end every text must be that of an undisturbed run, the store
-must hold what the caller was sent, each commit have raised its epoch by one, and every cache slot must be free. Whatever else may go wrong is in the report.
+Two processes of each service; the store, a draft and a target are behind proxies. Callers ask, and resume elsewhere whatever
+breaks, with the tokens they have; one fault after the other is injected and healed. In the end every text must be that of an
+undisturbed run, the store must hold what the caller was sent, each commit have raised its epoch by one, and every cache slot
+must be free. Whatever else may go wrong is in the report.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
 from tandem.wire import encode_ids
 from tests.chaos.epochs import EpochWatch
 from tests.support.generation import gather, request
+from tests.support.proxy_thread import ProxyThread
 from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
 from tests.support.tcp_proxy import Direction, TcpProxy
 
@@ -49,6 +52,15 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 11, "acceptance_method": ACCEPTANCE_METHOD_COUPLED},
 )
+EDGE_FAULTS: dict[str, tuple[Callable[[TcpProxy], object], Callable[[TcpProxy], object] | None]] = {
+    "connections reset": (TcpProxy.reset, None),
+    "cut": (lambda proxy: proxy.cut(), lambda proxy: proxy.cut(silent=False)),
+    "stalled": (TcpProxy.stall, TcpProxy.resume),
+    "slow": (lambda proxy: proxy.delay(0.05), lambda proxy: proxy.delay(0)),
+    "thin": (lambda proxy: proxy.limit_bandwidth(5_000), lambda proxy: proxy.limit_bandwidth(None)),
+    "half closed": (lambda proxy: proxy.half_close(Direction.TO_CLIENT), None),
+    "a reply lost": (lambda proxy: proxy.lose_next(Direction.TO_CLIENT), None),
+}
 # The tokens so far are committed, and another orchestrator goes on.
 GOES_ON_ELSEWHERE = {
     grpc.StatusCode.UNAVAILABLE,
@@ -168,16 +180,11 @@ class Chaos:
         }
         self._faults |= {
             "scripts flushed": lambda: redis.Redis.from_url(stack.redis_url).script_flush() and None,
-            "store: connections reset": self._of_proxy(TcpProxy.reset),
-            "store: cut": self._of_proxy(lambda proxy: proxy.cut(), lambda proxy: proxy.cut(silent=False)),
-            "store: stalled": self._of_proxy(TcpProxy.stall, TcpProxy.resume),
-            "store: slow": self._of_proxy(lambda proxy: proxy.delay(0.05), lambda proxy: proxy.delay(0)),
-            "store: thin": self._of_proxy(
-                lambda proxy: proxy.limit_bandwidth(5_000), lambda proxy: proxy.limit_bandwidth(None)
-            ),
-            "store: half closed": self._of_proxy(lambda proxy: proxy.half_close(Direction.TO_CLIENT)),
-            "store: a reply lost": self._of_proxy(lambda proxy: proxy.lose_next(Direction.TO_CLIENT)),
         }
+        assert stack.store_proxy is not None
+        for edge, proxy in {"store": stack.store_proxy, **stack.worker_proxies}.items():
+            for name, (begin, end) in EDGE_FAULTS.items():
+                self._faults[f"edge to the {edge}: {name}"] = partial(self._at_edge, proxy, begin, end)
         self._bag: list[str] = []
 
     def one(self) -> None:
@@ -215,17 +222,13 @@ class Chaos:
         service.start()
         service.wait_serving()
 
-    def _of_proxy(
-        self, begin: Callable[[TcpProxy], object], end: Callable[[TcpProxy], object] | None = None
-    ) -> Callable[[], None]:
-        def fault() -> None:
-            assert self._stack.store_proxy is not None
-            self._stack.store_proxy.do(begin)
-            self._for_a_while()
-            if end is not None:
-                self._stack.store_proxy.do(end)
-
-        return fault
+    def _at_edge(
+        self, proxy: ProxyThread, begin: Callable[[TcpProxy], object], end: Callable[[TcpProxy], object] | None
+    ) -> None:
+        proxy.do(begin)
+        self._for_a_while()
+        if end is not None:
+            proxy.do(end)
 
 
 def _truths(stack: Stack, max_tokens: int) -> dict[tuple[int, int], tuple[Any, ...]]:
@@ -281,6 +284,7 @@ def run(folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faul
         ENVIRONMENT,
         replicas={"draft": 2, "target": 2, "orchestrator": 2},
         store_proxy=True,
+        worker_proxies=True,
     )
     with deployment as stack, EpochWatch(stack.redis_url) as watch:
         truths = _truths(stack, max_tokens)

@@ -134,6 +134,8 @@ class Stack:
     environment: dict[str, str] = field(default_factory=dict)
     store_proxy: ProxyThread | None = None
     """Between the first orchestrator and the store."""
+    worker_proxies: dict[str, ProxyThread] = field(default_factory=dict)
+    """By role: between all orchestrators and the first draft, and the first target."""
 
     @property
     def draft(self) -> ServiceProcess:
@@ -165,6 +167,7 @@ def running_stack(
     faults: Mapping[str, str] | None = None,
     replicas: Mapping[str, int] | None = None,
     store_proxy: bool = False,
+    worker_proxies: bool = False,
     security: ClientFiles | None = None,
     wait_ready: bool = True,
 ) -> Iterator[Stack]:
@@ -199,12 +202,17 @@ def running_stack(
             orchestrators=[],
             store_proxy=proxy,
         )
+        reached_at = {role: list(addresses[role]) for role in ("draft", "target")}
+        for role in reached_at if worker_proxies else ():
+            host, _, worker_port = addresses[role][0].rpartition(":")
+            stack.worker_proxies[role] = parts.enter_context(ProxyThread(host, int(worker_port)))
+            reached_at[role][0] = f"127.0.0.1:{stack.worker_proxies[role].port}"
         for number, address in enumerate(addresses["orchestrator"]):
             port = proxy.port if proxy is not None and number == 0 else store_port
             settings = {
                 "TANDEM_ORCHESTRATOR_LISTEN": address,
-                "TANDEM_DRAFT_ADDRESSES": ",".join(addresses["draft"]),
-                "TANDEM_TARGET_ADDRESSES": ",".join(addresses["target"]),
+                "TANDEM_DRAFT_ADDRESSES": ",".join(reached_at["draft"]),
+                "TANDEM_TARGET_ADDRESSES": ",".join(reached_at["target"]),
                 "TANDEM_TOKENIZER": str(target_model),
                 "TANDEM_REDIS_URL": f"redis://127.0.0.1:{port}/0",
                 **extra,
