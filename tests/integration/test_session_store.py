@@ -982,7 +982,7 @@ class TestDurability:
             redis_server.command("SCRIPT", "LOAD", other.body)
         for replicas, outcomes in ((0, {1, 2}), (1, set())):
             wanted = Durability(replicas=replicas).wait(0.2)
-            pipeline = ScriptPipeline(_nodes(config), Patience(5.0, 1, 0.0), lambda problem: None, wanted)
+            pipeline = ScriptPipeline(_nodes(config), Patience(30.0, 1, 0.0), lambda problem: None, wanted)
             replies = await asyncio.gather(
                 pipeline.run(known, (), ()), pipeline.run(other, (), ()), return_exceptions=True
             )

@@ -38,7 +38,7 @@ def no_target() -> NoReturn:
 
 
 async def test_where_no_target_is_known_the_owner_is_left_alone(one_redis_server: RedisServer) -> None:
-    store = await SessionStore.connect(StoreConfig(url=one_redis_server.url))
+    store = await SessionStore.connect(StoreConfig(url=one_redis_server.url, socket_timeout=30))
     owner, other = Sessions(store, "A", 60.0), Sessions(store, "B", 60.0)
     resumption = api.GenerateRequest(request_id="owned", token_offset=0)
     ownership = (await owner.create(PLAN, api.GenerateRequest(request_id="owned", text="x"), "model", "")).ownership

@@ -79,7 +79,7 @@ async def test_sentinels_over_tls(authority: Authority, tmp_path: Path) -> None:
     with _primary_and_sentinel(authority, tmp_path) as port:
         files = authority.client("orchestrator", "o.example")
         url = f"rediss+sentinel://{HOST}:{free_port()},{HOST}:{port}/main/0"
-        await _commit(StoreConfig(url=url, tls=files, retry_seconds=60, retry_attempts=10_000))
+        await _commit(StoreConfig(url=url, tls=files, socket_timeout=30, retry_seconds=60, retry_attempts=10_000))
         stranger = Authority(tmp_path / "outside").client("orchestrator", "o.example")
         for wrong in (
             StoreConfig(url=url, tls=stranger, retry_seconds=0),
@@ -126,7 +126,7 @@ def _start_one_that_speaks_tls(folder: Path, options: dict[str, str]) -> tuple[R
 async def test_a_cluster_over_tls(authority: Authority, front_of_a_cluster: TlsProxy, tmp_path: Path) -> None:
     files = authority.client("orchestrator", "o.example")
     url = f"rediss+cluster://{HOST}:{front_of_a_cluster.port}"
-    await _commit(StoreConfig(url=url, tls=files, retry_seconds=30, retry_attempts=10_000))
+    await _commit(StoreConfig(url=url, tls=files, socket_timeout=30, retry_seconds=60, retry_attempts=10_000))
     assert front_of_a_cluster.accepted > 0
     other = Authority(tmp_path / "outside").client("orchestrator", "o.example")
     for wrong in (ClientFiles(files.ca), other):
