@@ -86,7 +86,7 @@ class PackedStream:
             while await self._ready():
                 taken = self._answers[: self._limits.answers_per_message]
                 del self._answers[: len(taken)]
-                await context.write(self._pack(taken))
+                await self._write(context, taken)
                 self._in_flight -= len(taken)
                 self._has_room.set()
             assert self._end is not None
@@ -104,6 +104,13 @@ class PackedStream:
         if self._end is None or self._end[0] is grpc.StatusCode.OK:
             self._end = (code, message)
         self._changed.set()
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], answers: Sequence[Answer]) -> None:
+        try:
+            await context.write(self._pack(answers))
+        except grpc.aio.InternalError as broken:
+            # The orchestrator is gone. gRPC ends a write under way before it cancels the call's task.
+            raise asyncio.CancelledError from broken
 
     async def _read(self, batches: AsyncIterator[Batch]) -> None:
         """Reads to the end of the stream. Whatever ends the reading ends the stream: a client would wait for ever."""
