@@ -23,7 +23,7 @@ from tests.support.proxy_thread import ProxyThread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 
 
 class ServiceProcess:

@@ -50,6 +50,7 @@ class Record:
     """What a round tells its recorder, as far as the replicas make a difference to it."""
 
     traceparent = ""
+    trace_id = None
 
     def __init__(self) -> None:
         self.rebuilds: list[str] = []
