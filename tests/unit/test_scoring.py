@@ -23,6 +23,7 @@ class Record:
     """Counts."""
 
     traceparent = ""
+    trace_id = None
     rescored = 0
 
     def rescoring(self, _reason: str) -> None:
