@@ -20,6 +20,7 @@ from rich.table import Table
 from tandem.v1 import orchestrator_pb2 as api
 
 from .caller import Heard, generate
+from .progress import steps
 from .prompts import prompt_class
 from .running_pair import DRAFT_SECONDS, WARM_UP_TOKENS, ModelPair, RunningPair, running_pair
 from .statistic import median
@@ -76,7 +77,8 @@ async def measure(options: NetworkOptions) -> NetworkResult:
             for link in services.links:
                 link.bytes_per_second = options.bytes_per_second
             await _warm_up(services, options)
-            for _, round_trip, gamma in itertools.product(range(options.repeats), options.round_trips, options.gammas):
+            turns = list(itertools.product(range(options.repeats), options.round_trips, options.gammas))
+            for _, round_trip, gamma in steps(turns, "network"):
                 for link in services.links:
                     link.round_trip_seconds = round_trip / 1000
                 assert services.far is not None

@@ -15,6 +15,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 
 from .pair_results import Costs, PairRow, Trial, WayRow, pair_row, way_row
+from .progress import steps
 from .prompts import PROMPT_CLASSES, PromptClass, prompt_class
 from .running_pair import ModelPair, RunningPair, Way, running_pair
 from .worker_times import SyntheticSessions, WorkerTimes
@@ -64,7 +65,7 @@ async def measure(options: PairOptions) -> PairResult:
         ahead = any(way.ahead for way in options.ways)
         async with running_pair(options.models, Path(folder), ahead=ahead) as services:
             await services.warm_up([PLAIN, *(Way(gamma, ahead=False) for gamma in options.gammas), *options.ways])
-            for name, temperature in options.cases:
+            for name, temperature in steps(options.cases, "pair"):
                 fixed, others = await _case(services, options, prompt_class(name), temperature)
                 rows += fixed
                 ways += others

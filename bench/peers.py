@@ -23,6 +23,7 @@ from pathlib import Path
 from tandem.v1 import orchestrator_pb2 as api
 
 from .peers_results import Decoded, PeersResult, PeersRow, peers_rows
+from .progress import steps
 from .prompts import PROMPT_CLASSES, prompt_class
 from .running_pair import ModelPair, RunningPair, Way, running_pair
 from .services import REPOSITORY
@@ -75,7 +76,7 @@ async def measure(options: PeersOptions) -> PeersResult:
             _running_peer(options.models) as peer,
         ):
             await services.warm_up(options.ways)
-            for name, temperature in options.cases:
+            for name, temperature in steps(options.cases, "peers"):
                 rows += peers_rows(name, temperature, await _case(services, peer, options, name, temperature))
     return PeersResult(str(options.models), 2 * options.models.threads, options.max_tokens, rows)
 

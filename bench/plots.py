@@ -19,8 +19,8 @@ Results = Mapping[str, Any]
 def draw(results: Results, folder: Path) -> Iterator[Path]:
     """Writes a PNG for all that `results` has numbers for."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (command, picture) in PICTURES.items():
-        if not results.get(command):
+    for name, (command, rows, picture) in PICTURES.items():
+        if not results.get(command, {}).get(rows):
             continue
         figure = Figure(SIZE, layout="constrained")
         FigureCanvasAgg(figure)  # of its own, so that no display and no state of the process is touched
@@ -132,14 +132,14 @@ def _finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.grid(alpha=0.3)
 
 
-PICTURES: dict[str, tuple[str, Callable[[Axes, Any], None]]] = {
-    "speedup-over-gamma": ("pair", _speedup_over_gamma),
-    "acceptance-per-position": ("pair", _acceptance_per_position),
-    "predicted-against-measured": ("pair", _predicted_against_measured),
-    "simulated-against-measured": ("simulate", _simulated_against_measured),
-    "latency-over-concurrency": ("serving", _latency_over_concurrency),
-    "throughput-over-concurrency": ("serving", _throughput_over_concurrency),
-    "beside-transformers": ("peers", _beside_transformers),
-    "speedup-over-distance": ("network", _speedup_over_distance),
+PICTURES: dict[str, tuple[str, str, Callable[[Axes, Any], None]]] = {
+    "speedup-over-gamma": ("pair", "rows", _speedup_over_gamma),
+    "acceptance-per-position": ("pair", "rows", _acceptance_per_position),
+    "predicted-against-measured": ("pair", "rows", _predicted_against_measured),
+    "simulated-against-measured": ("simulate", "checked", _simulated_against_measured),
+    "latency-over-concurrency": ("serving", "cases", _latency_over_concurrency),
+    "throughput-over-concurrency": ("serving", "cases", _throughput_over_concurrency),
+    "beside-transformers": ("peers", "rows", _beside_transformers),
+    "speedup-over-distance": ("network", "rows", _speedup_over_distance),
 }
-"""By name: the command whose numbers a picture shows, and how it is drawn."""
+"""By name: the command whose numbers a picture shows, where in its result they are, and how they are drawn."""

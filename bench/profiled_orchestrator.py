@@ -10,20 +10,26 @@ import cProfile
 import signal
 import sys
 import time
+from typing import NoReturn
 
 from orchestrator.__main__ import main
+from tandem import grpc_server
 
 
-def profiled(file: str) -> int:
-    """Runs the service to its end, writes the profile, and returns the exit status."""
+def profiled(file: str) -> NoReturn:
+    """Runs the service to its end, and writes the profile just before the process ends, as services do, at once."""
     profile = cProfile.Profile(time.thread_time)
     signal.signal(signal.SIGUSR1, lambda *_: profile.enable())
-    try:
-        return main()
-    finally:
+    end_process = grpc_server.end_process
+
+    def write_and_end(status: int) -> NoReturn:
         profile.disable()
         profile.dump_stats(file)
+        end_process(status)
+
+    grpc_server.end_process = write_and_end
+    write_and_end(main())
 
 
 if __name__ == "__main__":
-    sys.exit(profiled(sys.argv.pop(1)))
+    profiled(sys.argv.pop(1))

@@ -24,6 +24,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 
 from .caller import generate, generate_together
+from .progress import steps
 from .running_pair import ModelPair
 from .services import Planned, free_address, run_all, running_store
 from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case, serving_constants
@@ -71,10 +72,8 @@ async def measure(options: ServingOptions) -> ServingResult:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         async with _running(options, Path(folder)) as bench:
             await _warm_up(bench)
-            cases = [
-                await _case(bench, concurrency, gamma)
-                for concurrency, gamma in itertools.product(options.concurrencies, options.gammas)
-            ]
+            loads = list(itertools.product(options.concurrencies, options.gammas))
+            cases = [await _case(bench, concurrency, gamma) for concurrency, gamma in steps(loads, "serving")]
             prefix = await _prefix(bench)
             constants = await _constants(bench, cases)
     return ServingResult(str(options.models), options.max_tokens, cases, prefix, constants)
