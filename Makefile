@@ -25,7 +25,7 @@ INSTALL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv proto models demo up down status test soak lint bench plots chaos draft-model constraints clean
+.PHONY: help venv proto models demo up down status test soak lint bench plots chaos fuzz draft-model constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,10 @@ plots: $(INSTALL) ## draw bench/results/*.json, which `make bench ARGS='pair --j
 
 chaos: $(INSTALL) $(PROTO) ## random faults under load, 500 requests, from a printed seed; ARGS='--seed 7' repeats one
 	$(BIN)/python -m tests.chaos.schedule $(ARGS)
+
+fuzz: $(INSTALL) $(PROTO) ## 20,000 random requests with a canary after each hundred, and a million random inputs of the wire decoders
+	$(BIN)/python -m tests.fuzz.public_api $(ARGS)
+	$(BIN)/python -m tests.fuzz.wire_decoder -runs=1000000
 
 bench-acceptance: $(INSTALL) $(PROTO) $(TARGET)/model.safetensors ## fail if the demo pair accepts less than was recorded
 	$(BIN)/python -m bench acceptance $(ARGS)

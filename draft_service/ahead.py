@@ -31,6 +31,7 @@ from tandem.engine.idle import AheadStats
 from tandem.engine.session import Session, TokenBuffer
 from tandem.logit_adjustments import adjust
 from tandem.randomness import gumbel_noise_at
+from tandem.token_masks import mask
 from tandem.wire import IdArray
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class DraftAhead:
         params, befores = [each for each, _ in rows], [before for _, before in rows]
         adjustments, positions = [each.adjustments for each in params], [before.size for before in befores]
         scores = adjust(logits[:, : self._vocabulary_size], adjustments, positions, befores)
+        scores, _ = mask(scores, [each.form for each in params], positions, befores)
         temperatures = torch.tensor([[each.temperature or 1.0] for each in params], dtype=torch.float32)
         scores = scores / temperatures.to(scores.device, non_blocking=True)
         best = scores.topk(min(_CANDIDATES, scores.shape[-1]))

@@ -69,7 +69,10 @@ class NgramDrafter:
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:  # noqa: ARG002 - there are none
         """Whole blocks at once."""
         for job in jobs:
-            found = continuation(job.session.tokens.view(0, job.session.prefix_length), job.wanted)
+            prefix = job.session.tokens.view(0, job.session.prefix_length)
+            found = continuation(prefix, job.wanted)
+            if job.sampling.form is not None:
+                found = found[: job.sampling.form.longest_run(prefix, found)]
             # An id beyond the vocabulary can stand in a prompt, but not in a proposal.
             known = np.flatnonzero(found >= self._vocabulary_size)
             job.drafted = [_certain(token_id) for token_id in found[: known[0] if known.size else None].tolist()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from .errors import Overloaded, Unavailable
@@ -18,10 +18,13 @@ class Admission:
 
     def __init__(self, max_running: int, max_waiting: int, max_waiting_seconds: float) -> None:
         self._places = asyncio.Semaphore(max_running)
+        self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_waiting_seconds = max_waiting_seconds
         self.running = 0
         self.waiting = 0
+        self._planned = 0
+        """Requests that are being read, on their way to a place."""
         self.draining = False
         self.cut_off = False
         """Whether those that still run are being ended."""
@@ -29,6 +32,19 @@ class Admission:
         self._waiters: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around what has to be done for a request before it can wait, such as encoding its prompt: raises Overloaded where it would
+        find no room afterwards, Unavailable when the service is shutting down."""
+        self._refuse_when_draining()
+        if self.running + self.waiting + self._planned >= self._max_running + self._max_waiting:
+            raise self._full()
+        self._planned += 1
+        try:
+            yield
+        finally:
+            self._planned -= 1
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -82,7 +98,7 @@ class Admission:
     async def _acquire(self) -> None:
         self._refuse_when_draining()
         if self._places.locked() and self.waiting >= self._max_waiting:
-            raise Overloaded(f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS)
+            raise self._full()
         self.waiting += 1
         try:
             # Not `wait_for`: up to Python 3.11 it loses a cancellation that comes together with the place.
@@ -97,6 +113,9 @@ class Admission:
         if self.draining:
             self._places.release()
             self._refuse_when_draining()
+
+    def _full(self) -> Overloaded:
+        return Overloaded(f"{self.running} requests run and {self.waiting} wait", "QUEUE_FULL", RETRY_AFTER_SECONDS)
 
     def _refuse_when_draining(self) -> None:
         if self.draining:

@@ -18,6 +18,7 @@ from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
 from .drafting import DECLINED, Block, Drafting
+from .errors import DeadEnd
 from .gamma_controller import Choice, GammaPolicy
 from .logprobs import with_logprobs
 from .metrics import RoundReport
@@ -139,6 +140,8 @@ class Decoder:
         if bool(block.drafted) == bool(scored.choice.gamma):
             self._gamma.observe(outcome.expected_acceptance, scored.times)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)
+        if any(row.dead_end for row in scored.rows[: len(emitted)]):
+            raise DeadEnd("structured_output: it is too complex to go on with", "DEAD_END")
         if self._plan.sampling.logprobs:
             emitted = with_logprobs(emitted, block, scored.rows)
         self._log(record.accepted(block, outcome, emitted))

@@ -81,6 +81,12 @@ class Unavailable(RequestFailed):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class DeadEnd(RequestFailed):
+    """The output's form allows no further token; asking again ends there again."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class Aborted(RequestFailed):
     """Another call has taken the request over."""
 

@@ -93,7 +93,8 @@ class Generations:
         limits = self._runtime.limits()
         if caller.max_tokens_per_request:
             limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, caller.max_tokens_per_request))
-        plan = await plan_generation(request, self._runtime.vocabulary, limits)
+        with self._runtime.admission.planning():
+            plan = await plan_generation(request, self._runtime.vocabulary, limits)
         if request.n > 1:
             return await self._generate_several(plan, request, call, recorder, name)
         return await self._generate_one(plan, request, call, recorder, name)

@@ -13,7 +13,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 
 from .errors import InvalidArgument
-from .sampling_request import check_ids, check_sampling, resolve_sampling
+from .sampling_request import check_form, check_ids, check_sampling, resolve_sampling
 from .vocabulary import PromptNotEncodable, Vocabulary
 
 MAX_STOPS = 16
@@ -86,6 +86,7 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidArgument("cache_salt", f"must be at most {MAX_SALT_CHARACTERS} characters")
     _check_prompt_size(request, limits)
+    await check_form(request, vocabulary, limits.end_token_ids)
     prompt = await _encode_prompt(request, vocabulary)
     if not prompt:
         raise InvalidArgument("prompt", "is empty, and the model has no token to start from")
@@ -102,7 +103,9 @@ async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, 
         request_id=request_id,
         prompt=wire.encode_ids(prompt),
         prompt_tokens=len(prompt),
-        sampling=await resolve_sampling(request, vocabulary, limits.vocabulary_size, len(prompt), end_token_ids),
+        sampling=await resolve_sampling(
+            request, vocabulary, limits.vocabulary_size, len(prompt), end_token_ids, limits.end_token_ids
+        ),
         num_speculative_tokens=gamma,
         adaptive=adaptive,
         max_tokens=max_tokens,

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 
 from tandem import sampling_limits as limits
+from tandem.structured_output import FormError
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 
@@ -20,6 +21,9 @@ MAX_BAD_WORD_TEXTS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_WORD_SEQUENCES = 256
 MAX_BAD_WORD_SEQUENCE_IDS = 32
+_NOT_WITH_A_FORM = (
+    "ignore_eos", "min_tokens", "banned_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids",
+)  # fmt: skip
 INLINE_CHARACTERS = 1024
 """Bad words are encoded twice; this much takes well under a millisecond, more goes to a thread."""
 
@@ -34,14 +38,33 @@ def check_sampling(request: api.GenerateRequest, vocabulary_size: int) -> None:
     _check_logprobs(request)
 
 
+async def check_form(request: api.GenerateRequest, vocabulary: Vocabulary, end_token_ids: Collection[int]) -> None:
+    """What the output has to be, compiled as the workers will; raises InvalidArgument."""
+    if not request.HasField("structured_output"):
+        return
+    for field in _NOT_WITH_A_FORM:
+        if getattr(request, field):
+            raise InvalidArgument(field, "can't be combined with structured_output")
+    if not end_token_ids:
+        raise InvalidArgument("structured_output", "the model has no end token to end it with")
+    form = request.structured_output
+    try:
+        await asyncio.to_thread(lambda: vocabulary.forms.check(form))
+    except FormError as error:
+        kind = form.WhichOneof("form")
+        raise InvalidArgument(f"structured_output.{kind}" if kind else "structured_output", str(error)) from error
+
+
 async def resolve_sampling(
     request: api.GenerateRequest,
     vocabulary: Vocabulary,
     vocabulary_size: int,
     prompt_tokens: int,
     end_token_ids: frozenset[int],
+    model_end_token_ids: frozenset[int],
 ) -> sampling_pb2.Sampling:
     """The Sampling of a checked request; raises InvalidArgument where no token would be left."""
+    with_form = request.HasField("structured_output")
     defaults = vocabulary.defaults
     temperature = request.temperature if request.HasField("temperature") else defaults.temperature
     biases = {token_id: bias for token_id, bias in sorted(request.logit_bias.items()) if bias}
@@ -53,7 +76,7 @@ async def resolve_sampling(
         seed=request.seed if request.HasField("seed") else secrets.randbits(64),
         acceptance_method=request.acceptance_method or sampling_pb2.ACCEPTANCE_METHOD_REJECTION,
         min_length=prompt_tokens + request.min_tokens if request.min_tokens else 0,
-        end_token_ids=sorted(end_token_ids) if request.min_tokens else (),
+        end_token_ids=sorted(model_end_token_ids if with_form else end_token_ids if request.min_tokens else ()),
         repetition_penalty=(
             request.repetition_penalty if request.HasField("repetition_penalty") else defaults.repetition_penalty
         ),
@@ -67,6 +90,7 @@ async def resolve_sampling(
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
         logprobs_mode=_logprobs_mode(request),
+        structured_output=request.structured_output if with_form else None,
         bad_words=[*request.bad_words_token_ids, *await _encode_bad_words(request.bad_words, vocabulary)],
     )
     if not limits.leaves_a_token(sampling, vocabulary_size):

@@ -226,7 +226,7 @@ class Scoring:
             raise TargetContractError(f"p sums to {total:.6g}")
         if row.outside_mass > 0.0 and row.outside_token_id >= self._vocabulary_size:
             raise TargetContractError("a token outside of the vocabulary")
-        return TargetRow(p, row.outside_mass, row.outside_token_id, logprobs)
+        return TargetRow(p, row.outside_mass, row.outside_token_id, logprobs, row.dead_end)
 
     def _decoded_logprobs(self, row: target_pb2.TargetRow, size: int) -> RowLogprobs:
         return decode_row(row, size, self._sampling.top_logprobs, self._vocabulary_size)

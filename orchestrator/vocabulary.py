@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tandem.sampling_limits import (
     SAMPLING_VERSION,
     in_range,
 )
+from tandem.structured_output import Forms
 from tandem.v1 import worker_pb2
 
 from .worker_stream import IncompatibleWorker
@@ -63,6 +64,11 @@ class Vocabulary:
         self.end_token_ids = _end_token_ids(tokenizer, generation_config)
         self._token_text = lru_cache(maxsize=TOKEN_TEXTS)(lambda token_id: str(tokenizer.decode([token_id])))
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
+
+    @cached_property
+    def forms(self) -> Forms:
+        """What checks the form of an output; the first use takes a second where there are many tokens. Raises FormError."""
+        return Forms(self._tokenizer)
 
     @classmethod
     def load(cls, name: str, revision: str, gguf_file: str = "") -> Vocabulary:

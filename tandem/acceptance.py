@@ -74,6 +74,8 @@ class TargetRow:
     """A draw from p restricted to the outside of S."""
     logprobs: RowLogprobs | None = None
     """If asked for; the rule doesn't read it."""
+    dead_end: bool = False
+    """The output has a form, and that allows nothing here: not to be drawn from."""
 
 
 @dataclass(frozen=True, slots=True)

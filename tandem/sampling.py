@@ -30,6 +30,9 @@ from tandem.acceptance import Drafted, RowLogprobs, TargetRow
 from tandem.logit_adjustments import Adjustments, adjust
 from tandem.logprobs import LogprobParams, LogprobsMode, row_logprobs
 from tandem.randomness import Lane, gumbel_noise, gumbel_noise_at, lane_uniforms
+from tandem.sampling_limits import check_form_alone
+from tandem.structured_output import Form, FormError, Forms
+from tandem.token_masks import mask
 from tandem.v1 import sampling_pb2
 from tandem.wire import IdArray
 
@@ -59,15 +62,17 @@ class SamplingParams:
     end_token_ids: tuple[int, ...]
     adjustments: Adjustments | None = None
     logprobs: LogprobParams | None = None
+    form: Form | None = None
 
     @property
     def reads_context(self) -> bool:
         """Whether a row's distribution depends on more than its logits and its position."""
-        return self.adjustments is not None and self.adjustments.reads_context
+        return self.form is not None or (self.adjustments is not None and self.adjustments.reads_context)
 
     @classmethod
-    def from_proto(cls, message: sampling_pb2.Sampling) -> SamplingParams:
-        """Raises ValueError, naming the field, for a value that is out of range or not resolved."""
+    def from_proto(cls, message: sampling_pb2.Sampling, forms: Forms | None = None) -> SamplingParams:
+        """Raises ValueError, naming the field, for a value that is out of range or not resolved. Without `forms` there can be no
+        structured_output."""
         if not (math.isfinite(message.temperature) and message.temperature >= 0.0):
             raise ValueError(f"temperature must be finite and not negative, got {message.temperature}")
         if not 0.0 < message.top_p <= 1.0:
@@ -88,7 +93,18 @@ class SamplingParams:
             end_token_ids=tuple(message.end_token_ids),
             adjustments=Adjustments.from_proto(message),
             logprobs=LogprobParams.from_proto(message),
+            form=_form(message, forms) if message.HasField("structured_output") else None,
         )
+
+
+def _form(message: sampling_pb2.Sampling, forms: Forms | None) -> Form:
+    check_form_alone(message)
+    if forms is None:
+        raise ValueError("structured_output: this model's tokenizer can't be used for it")
+    try:
+        return forms.form(message)
+    except FormError as error:
+        raise ValueError(f"structured_output: {error}") from error
 
 
 def target_rows(
@@ -110,7 +126,7 @@ def target_rows(
     if len(params) == 0:
         return []
     support = _pad_supports(supports, vocabulary_size)
-    scores = _scores(logits, params, positions, vocabulary_size, contexts)
+    scores, dead_ends = _scores(logits, params, positions, vocabulary_size, contexts)
     batch = _Batch.make(params, positions, Lane.OUTSIDE, scores, torch.from_numpy(support))
     readings = _readings(scores, batch)
     _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE)
@@ -122,6 +138,7 @@ def target_rows(
             float(reading[_Column.OUTSIDE_MASS]),
             int(reading[_Column.OUTSIDE_TOKEN]),
             logprobs.get(row),
+            row in dead_ends,
         )
         for row, (ids, reading) in enumerate(zip(supports, readings, strict=True))
     ]
@@ -142,7 +159,7 @@ def draft_tokens(
     """
     if len(params) == 0:
         return []
-    scores = _scores(logits, params, positions, vocabulary_size, contexts)
+    scores, _ = _scores(logits, params, positions, vocabulary_size, contexts)
     batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
     size = min(support_size, vocabulary_size)
     # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight.
@@ -276,11 +293,12 @@ def _scores(
     positions: Sequence[int],
     vocabulary_size: int,
     contexts: Sequence[IdArray | None] | None,
-) -> Tensor:
-    """Logits without padding, adjusted, without suppressed tokens, [R, V] float32; the caller's tensor is never written
-    to."""
+) -> tuple[Tensor, frozenset[int]]:
+    """Logits without padding, adjusted, without suppressed tokens, [R, V] float32, and the rows in which a form allows none;
+    the caller's tensor is never written to."""
     adjustments = [each.adjustments for each in params]
     scores = adjust(logits[:, :vocabulary_size].float(), adjustments, positions, contexts)
+    scores, dead_ends = mask(scores, [each.form for each in params], positions, contexts)
     suppressed = [
         (row, token_id)
         for row, (each, position) in enumerate(zip(params, positions, strict=True))
@@ -288,10 +306,10 @@ def _scores(
         for token_id in each.end_token_ids
         if token_id < vocabulary_size
     ]
-    if not suppressed:
-        return scores
-    rows, ids = torch.tensor(suppressed, device=scores.device).unbind(-1)
-    return scores.index_put((rows, ids), torch.tensor(_NO_LOGIT, device=scores.device))
+    if suppressed:
+        rows, ids = torch.tensor(suppressed, device=scores.device).unbind(-1)
+        scores = scores.index_put((rows, ids), torch.tensor(_NO_LOGIT, device=scores.device))
+    return scores, dead_ends
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:
@@ -348,7 +366,8 @@ def _candidates(scaled: Tensor, batch: _Batch, count: int) -> _Candidates:
     keep[:, 0] = True
     last_kept = values.gather(-1, keep.sum(-1, keepdim=True) - 1)
     complete &= values[:, -1:] < last_kept
-    complete |= count == scaled.shape[-1]
+    # Nor is there anything beyond them where fewer have any mass, as behind a form or a short list of allowed ids.
+    complete |= (values[:, -1:] == _NO_LOGIT) | (count == scaled.shape[-1])
     return _Candidates(ids, relative.masked_fill(~keep, _NO_LOGIT), complete[:, 0])
 
 

@@ -7,7 +7,7 @@ import struct
 
 from tandem.v1 import sampling_pb2
 
-SAMPLING_VERSION = 2
+SAMPLING_VERSION = 3
 """The fields of Sampling that this release applies; see GetModelInfoResponse."""
 
 MAX_TEMPERATURE = 100.0
@@ -50,6 +50,16 @@ def check_counts(message: sampling_pb2.Sampling) -> None:
             raise ValueError(f"{field}: {count}, at most {most} allowed")
     if any(not 1 <= len(word.ids) <= MAX_BAD_WORD_IDS for word in message.bad_words):
         raise ValueError(f"bad_words: a sequence must have 1 to {MAX_BAD_WORD_IDS} ids")
+
+
+_COULD_LEAVE_NOTHING = ("min_length", "banned_token_ids", "allowed_token_ids", "bad_words")
+
+
+def check_form_alone(message: sampling_pb2.Sampling) -> None:
+    """Raises ValueError, naming the field, where structured_output stands beside what could take the tokens that it needs."""
+    for field in _COULD_LEAVE_NOTHING:
+        if getattr(message, field):
+            raise ValueError(f"{field}: can't be combined with structured_output")
 
 
 def leaves_a_token(message: sampling_pb2.Sampling, vocabulary_size: int) -> bool:

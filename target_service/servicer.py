@@ -49,6 +49,8 @@ def _row(row: TargetRow) -> target_pb2.TargetRow:
     message = target_pb2.TargetRow(
         support_probs=encode_probs(row.p), outside_mass=row.outside_mass, outside_token_id=row.outside_token_id
     )
+    if row.dead_end:
+        message.dead_end = True
     if row.logprobs is not None:
         message.support_logprobs = encode_probs(row.logprobs.support)
         message.outside_logprob = row.logprobs.outside

@@ -50,10 +50,10 @@ class Answer:
 
     def whole(self, responses: Sequence[api.GenerateResponse]) -> dict[str, Any]:
         """The object of an answer in one piece."""
-        choices = [
-            choice.whole([response for response in responses if response.index == index])
-            for index, choice in enumerate(self._choices)
-        ]
+        of_choice: list[list[api.GenerateResponse]] = [[] for _ in self._choices]
+        for response in responses:
+            of_choice[response.index].append(response)
+        choices = [choice.whole(own) for choice, own in zip(self._choices, of_choice, strict=True)]
         return {
             **self._head,
             "object": _OBJECTS[self._inquiry.kind],

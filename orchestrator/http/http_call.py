@@ -13,7 +13,7 @@ from tandem.v1 import orchestrator_pb2 as api
 
 from .answers import Answer
 from .inquiry import Inquiry
-from .reply import Reply
+from .reply import Reply, encode
 from .served_model import ServedModel
 
 
@@ -52,8 +52,9 @@ class WholeCall(HttpCall):
         self._responses.append(response)
 
     async def end(self) -> None:
-        """Sends the answer."""
-        await self._reply.whole(200, self._answer.whole(self._responses))
+        """Sends the answer. With the likeliest tokens of thousands of places, to make it takes a tenth of a second."""
+        body = await asyncio.to_thread(lambda: encode(self._answer.whole(self._responses)))
+        await self._reply.whole_body(200, body)
 
 
 class StreamCall(HttpCall):
@@ -78,8 +79,14 @@ async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) ->
     """Runs `work`; cancels it when the caller leaves, and returns False then. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None
+    working = True
+
+    def left(watcher: asyncio.Task[None]) -> None:
+        if working and not watcher.cancelled():
+            task.cancel()
+
     watcher = asyncio.create_task(_disconnected(receive))
-    watcher.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+    watcher.add_done_callback(left)
     try:
         await work
     except asyncio.CancelledError:
@@ -87,6 +94,7 @@ async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) ->
             return False
         raise
     finally:
+        working = False  # a caller that left just now must not cancel what comes after
         watcher.cancel()
     return True
 

@@ -32,10 +32,14 @@ class Inquiry:
     """Each token with its id and its kind; our own addition."""
     max_tokens_name: str
     """Under which of its names the caller set the limit."""
+    form_name: str
+    """Under which of its names the caller set the form of the output."""
 
     def name_for_caller(self, field: str) -> str:
         """A field of the GenerateRequest as this caller knows it."""
         prompt = "messages" if self.kind == "chat" else "prompt"
+        if field.startswith("structured_output"):
+            return self.form_name
         renamed = {"text": prompt, "token_ids": prompt, "prompt": prompt, "messages.role": "messages"}
         if self.kind == "completion":
             renamed["top_logprobs"] = "logprobs"  # where it is the number of the likeliest
@@ -71,7 +75,8 @@ def read_inquiry(kind: Kind, values: dict[str, Any], request_id: str) -> Inquiry
     stream, include_usage = _stream(body)
     return_tokens = bool(body.boolean("return_tokens"))
     body.refuse_unknown()
-    return Inquiry(kind, request, model, stream, include_usage, return_tokens, name)
+    form_name = "structured_outputs" if body.has("structured_outputs") else "response_format"
+    return Inquiry(kind, request, model, stream, include_usage, return_tokens, name, form_name)
 
 
 def _stream(body: JsonObject) -> tuple[bool, bool]:
@@ -100,7 +105,6 @@ def _refuse_other_chats(body: JsonObject) -> None:
     body.neutral("functions", [])
     body.neutral("function_call", "none", "auto")
     body.neutral("parallel_tool_calls", True, False)
-    body.neutral("response_format", {"type": "text"})
     body.neutral("modalities", ["text"])
     body.neutral("audio")
     body.neutral("prediction")

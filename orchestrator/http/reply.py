@@ -24,7 +24,10 @@ class Reply:
 
     async def whole(self, status: int, value: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
         """Sends one object, and ends."""
-        body = encode(value)
+        await self.whole_body(status, encode(value), headers)
+
+    async def whole_body(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Sends one object that is encoded already, and ends."""
         head = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         await self._start(status, head)
         await self._body(body, more=False)

@@ -6,7 +6,9 @@ They hide the generated stubs and nothing else.
 from .asynchronous import AsyncGeneration, AsyncTandemClient
 from .blocking import Generation, TandemClient
 from .errors import (
+    AlreadyExistsError,
     CancelledCallError,
+    DeadEndError,
     DeadlineError,
     FieldViolation,
     InvalidRequestError,
@@ -31,14 +33,18 @@ from .values import (
     Method,
     Prompt,
     Speculation,
+    StructuredOutput,
     TokenKind,
+    Usage,
 )
 
 __all__ = [
+    "AlreadyExistsError",
     "AsyncGeneration",
     "AsyncTandemClient",
     "CancelledCallError",
     "Chunk",
+    "DeadEndError",
     "DeadlineError",
     "FieldViolation",
     "FinishReason",
@@ -56,11 +62,13 @@ __all__ = [
     "Prompt",
     "ProtocolError",
     "Speculation",
+    "StructuredOutput",
     "TakenOverError",
     "TandemClient",
     "TandemError",
     "TokenKind",
     "UnauthenticatedError",
     "UnavailableError",
+    "Usage",
     "build_request",
 ]

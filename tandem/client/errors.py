@@ -62,6 +62,14 @@ class NotFoundError(TandemError):
     """There is no request of this id to resume (any more)."""
 
 
+class AlreadyExistsError(TandemError):
+    """The id belongs to a request that is known already; `resume` goes on with it."""
+
+
+class DeadEndError(TandemError):
+    """The form of the output has become too complex to go on with; asking again ends there again."""
+
+
 class DeadlineError(TandemError):
     """The caller's own time limit ran out."""
 
@@ -81,6 +89,8 @@ _ERROR_CLASSES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.ABORTED: TakenOverError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.FAILED_PRECONDITION: DeadEndError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: CancelledCallError,
 }

@@ -21,6 +21,7 @@ from .values import (
     Prompt,
     Speculation,
     TokenKind,
+    Usage,
 )
 
 _OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens", "skip_special_tokens"})
@@ -123,7 +124,12 @@ def _to_finish(finish: orchestrator_pb2.GenerationFinish) -> GenerationFinish:
         prompt_tokens=finish.usage.prompt_tokens,
         completion_tokens=finish.usage.completion_tokens,
         speculation=_to_speculation(finish.speculation),
+        total_usage=_to_usage(finish.total_usage) if finish.HasField("total_usage") else None,
     )
+
+
+def _to_usage(usage: orchestrator_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens)
 
 
 def _to_speculation(stats: orchestrator_pb2.SpeculationStats) -> Speculation:
@@ -141,4 +147,5 @@ def _to_speculation(stats: orchestrator_pb2.SpeculationStats) -> Speculation:
         rebuilds=stats.rebuilds,
         time_to_first_token_seconds=stats.time_to_first_token_seconds,
         total_seconds=stats.total_seconds,
+        expected_speedup=stats.expected_speedup,
     )

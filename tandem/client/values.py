@@ -39,6 +39,16 @@ class LogprobsMode(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the output has to be; one of them is set."""
+
+    json_schema: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a chat."""
 
@@ -83,6 +93,7 @@ class GenerationOptions:
     top_logprobs: int | None = None
     logprobs_mode: LogprobsMode | None = None
     cache_salt: str | None = None
+    structured_output: StructuredOutput | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +138,15 @@ class Speculation:
     rebuilds: int
     time_to_first_token_seconds: float
     total_seconds: float
+    expected_speedup: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What was read and written, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +157,8 @@ class GenerationFinish:
     prompt_tokens: int
     completion_tokens: int
     speculation: Speculation
+    total_usage: Usage | None = None
+    """In the last one of several completions: the prompt once, and the tokens of all of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
 from tandem.engine.work import Step
+from tandem.structured_output import Forms
 from tandem.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Engine(Generic[JobT]):
         on_death: Callable[[], None],
         reuse_prefixes: bool = True,
         idle: IdleWork | None = None,
+        forms: Forms | None = None,
         debug_invariants: bool = False,
     ) -> None:
         self.stats = EngineStats()
@@ -103,6 +105,7 @@ class Engine(Generic[JobT]):
         for_sessions = lm.slots - (idle.slots if idle is not None else 0)
         self._slots = SlotPool(for_sessions, reuse=reuse_prefixes)
         self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
+        self._forms = forms
         self._idle = idle
         if idle is not None:
             self.stats.ahead = idle.stats
@@ -177,7 +180,7 @@ class Engine(Generic[JobT]):
     def _admit(self, stream: Stream, item: WorkItem, known: Session | None) -> None:
         session = known if known is not None else self._new_session(item)
         session.check_epoch(item.cache_epoch)
-        sampling = params_of(item) if item.HasField("sampling") else session.sampling
+        sampling = params_of(item, self._forms) if item.HasField("sampling") else session.sampling
         if sampling is None:
             raise invalid("sampling", "missing in the first item of the session")
         job = self._method.admit(item)

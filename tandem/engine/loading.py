@@ -24,6 +24,7 @@ from tandem.engine.forward_cost import ForwardCost
 from tandem.engine.job import RaggedModel
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.slot_cache import SlotCache
+from tandem.structured_output import FormError, Forms
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class ServedModel:
     dtype: str
     device: str
     forward_cost: ForwardCost
+    forms: Forms | None
+    """None where the tokenizer can't be used for them."""
 
 
 def load(options: ModelOptions) -> ServedModel:
@@ -122,6 +125,7 @@ def load(options: ModelOptions) -> ServedModel:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         forward_cost=_measure_forward(lm),
+        forms=_forms(tokenizer),
     )
 
 
@@ -205,7 +209,16 @@ def load_tokens_alone(options: ModelOptions, lm: Callable[[int, int], RaggedMode
         dtype="none",
         device="cpu",
         forward_cost=forward_cost.FREE_TOKENS,
+        forms=_forms(tokenizer),
     )
+
+
+def _forms(tokenizer: Any) -> Forms | None:
+    try:
+        return Forms(tokenizer)
+    except FormError as error:
+        logger.warning("no structured output: %s", error)
+        return None
 
 
 def _attention_implementation(config: Any) -> str:

@@ -6,13 +6,14 @@ from tandem.engine.faults import invalid
 from tandem.engine.job import Job, WorkItem
 from tandem.sampling import SamplingParams
 from tandem.sampling_limits import leaves_a_token
+from tandem.structured_output import Forms
 from tandem.wire import IdArray
 
 
-def params_of(item: WorkItem) -> SamplingParams:
+def params_of(item: WorkItem, forms: Forms | None) -> SamplingParams:
     """The item's sampling, checked; raises ItemFault INVALID_ARGUMENT."""
     try:
-        return SamplingParams.from_proto(item.sampling)
+        return SamplingParams.from_proto(item.sampling, forms)
     except ValueError as error:
         raise invalid("sampling", str(error)) from error
 

@@ -75,6 +75,7 @@ def main(worker: Worker[Any]) -> int:
             on_death=on_death,
             reuse_prefixes=settings.prefix_reuse,
             idle=prepared.idle,
+            forms=prepared.model.forms,
             debug_invariants=settings.debug_invariants,
         )
         return Loaded(prepared.model, engine)

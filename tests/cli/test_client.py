@@ -6,6 +6,7 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 
 from tandem.client import (
+    AlreadyExistsError,
     FieldViolation,
     FinishReason,
     GenerationOptions,
@@ -15,9 +16,11 @@ from tandem.client import (
     Method,
     OverloadedError,
     ProtocolError,
+    StructuredOutput,
     TandemClient,
     TokenKind,
     UnavailableError,
+    Usage,
     build_request,
 )
 from tandem.v1 import orchestrator_pb2 as pb
@@ -57,9 +60,11 @@ def test_adjustments_are_sent():
         logprobs=True,
         top_logprobs=2,
         logprobs_mode=LogprobsMode.PROCESSED,
+        structured_output=StructuredOutput(regex="a"),
     )
     request = build_request("text", options, "")
     assert (request.logprobs, request.top_logprobs) == (True, 2)
+    assert request.structured_output == sampling_pb2.StructuredOutput(regex="a")
     assert request.logprobs_mode == sampling_pb2.LOGPROBS_MODE_PROCESSED
     assert (request.repetition_penalty, dict(request.logit_bias)) == (1.25, {5: -1.5})
     assert (list(request.banned_token_ids), list(request.allowed_token_ids)) == ([1], [2, 3])
@@ -88,6 +93,22 @@ def test_refused_fields_are_named(orchestrator):
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.reason == "BAD_FIELD"
     assert caught.value.violations == (FieldViolation("top_p", "must be in (0, 1]"),)
+
+
+def test_a_request_that_is_known_already_has_its_own_error(orchestrator):
+    orchestrator.fail(code_pb2.ALREADY_EXISTS, "request_id belongs to another request")
+    with TandemClient(orchestrator.address) as client, pytest.raises(AlreadyExistsError):
+        next(client.generate("hi", request_id="r"))
+
+
+def test_what_the_last_of_several_completions_says(orchestrator):
+    finish = orchestrator.responses[-1].finish
+    finish.total_usage.MergeFrom(pb.Usage(prompt_tokens=5, completion_tokens=15))
+    finish.speculation.expected_speedup = 1.5
+    with TandemClient(orchestrator.address) as client:
+        *_, last = client.generate("hi")
+    assert last.finish.total_usage == Usage(5, 15)
+    assert last.finish.speculation.expected_speedup == 1.5
 
 
 def test_an_overloaded_server_says_when_to_come_back(orchestrator):

@@ -73,6 +73,18 @@ def test_sampled_text_is_that_of_a_draft_that_waits(
         assert seen[0] == seen[1], seed
 
 
+def test_output_of_a_form_is_that_of_a_draft_that_waits(
+    eager: tuple[grpc.Channel, str], tiny_channel: grpc.Channel
+) -> None:
+    """Guesses are drafted with the session's own form, which goes back and forth between them and the request."""
+    form = sampling_pb2.StructuredOutput(regex="([a-z]{1,4}=[0-9]{1,2}[;,]){3,9}")
+    fields = {"max_tokens": TOKENS, "structured_output": form, "num_speculative_tokens": 3}
+    for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "acceptance_method": 2}):
+        eagerly, plain = (generate(channel, PROMPTS[0], **fields, **how) for channel in (eager[0], tiny_channel))  # type: ignore[arg-type]
+        assert eagerly.seen == plain.seen
+        assert eagerly.speculation.accepted_tokens > 0
+
+
 def _seen(result: Generation) -> tuple[Any, ...]:
     assert result.speculation.degraded_rounds == 0
     return (*result.seen, result.kinds, list(result.speculation.accepted_tokens_per_position))

@@ -53,5 +53,7 @@ def test_coupled_text_is_a_function_of_the_seed(channel: grpc.Channel, tiny_chan
     fields = {"max_tokens": 40, "acceptance_method": sampling_pb2.ACCEPTANCE_METHOD_COUPLED}
     for number in (0, 1, 5):
         asked = [request(PROMPTS[0], seed=seed, num_speculative_tokens=number, **fields) for seed in range(4)]
+        form = sampling_pb2.StructuredOutput(regex="([a-z]=[0-9],){5,9}")  # n-grams repeat what it forbids
+        asked.append(request(PROMPTS[0], seed=9, num_speculative_tokens=number, structured_output=form, **fields))
         seen = [[result.seen for result in generate_all(each, asked)] for each in (channel, tiny_channel)]
         assert seen[0] == seen[1]

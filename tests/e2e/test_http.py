@@ -154,6 +154,26 @@ def test_a_completion_is_that_of_grpc(
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
 
+def test_output_has_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}},
+        "required": ["answer"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, response_format=wanted)  # type: ignore[arg-type]
+    assert json.loads(answer.choices[0].message.content or "")["answer"] in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
+    extra = {"structured_outputs": {"choice": ["left", "right"]}}
+    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, extra_body=extra).choices[0]
+    assert choice.text in ("left", "right")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"structured_outputs": {"regex": "["}})
+    assert caught.value.param == "structured_outputs"
+
+
 def test_token_ids_are_a_prompt_too(service: Service, client: openai.OpenAI) -> None:
     ids = [5, 6, 7, 8]
     answer = client.completions.create(model=MODEL, prompt=ids, **GREEDY)

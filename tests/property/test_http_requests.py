@@ -16,7 +16,20 @@ from tandem.v1 import orchestrator_pb2 as api
 
 OTHERS = (
     *("model", "prompt", "messages", "role", "content", "type", "text", "stream", "stream_options", "include_usage"),
-    *("max_completion_tokens", "best_of", "tools", "response_format", "user", "metadata", "return_tokens", "name"),
+    *(
+        "max_completion_tokens",
+        "best_of",
+        "tools",
+        "response_format",
+        "structured_outputs",
+        "regex",
+        "json",
+        "choice",
+        "user",
+        "metadata",
+        "return_tokens",
+        "name",
+    ),
 )
 NAMES = sorted({*(field.name for field in api.GenerateRequest.DESCRIPTOR.fields), *OTHERS})
 ANYTHING = st.recursive(

@@ -136,6 +136,26 @@ def _least_likely(drafted: Any) -> Any:
     return replace(drafted, token_id=int(drafted.support_ids[index]), q=even, index=index)
 
 
+def form_inside_blocks() -> None:
+    """Every row of a block has the mask of its first one."""
+    from tandem import sampling
+    from target_service import verifier
+
+    mask = sampling.mask
+
+    def wrong(scores: Any, forms: Sequence[Any], positions: Sequence[int], contexts: Any) -> Any:
+        first: dict[int, int] = {}
+        return mask(
+            scores,
+            forms,
+            [first.setdefault(id(form), position) for form, position in zip(forms, positions, strict=True)],
+            contexts,
+        )
+
+    assert verifier.sampling is sampling
+    sampling.mask = wrong
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -145,6 +165,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         rollback_off_by_one,
         penalties_inside_blocks,
         a_draft_gone_bad,
+        form_inside_blocks,
     )
 }
 

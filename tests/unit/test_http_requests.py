@@ -51,6 +51,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         adaptive_speculative_tokens=False,
         logprobs=3,
         logprobs_mode="processed",
+        structured_outputs={"regex": "[ab]+"},
         n=2,
         best_of=2,
         skip_special_tokens=False,
@@ -84,6 +85,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         logprobs=True,
         top_logprobs=3,
         logprobs_mode=sampling_pb2.LOGPROBS_MODE_PROCESSED,
+        structured_output={"regex": "[ab]+"},
         n=2,
         skip_special_tokens=False,
     )
@@ -125,6 +127,34 @@ def test_forms_of_a_prompt(prompt: Any, request_: api.GenerateRequest) -> None:
     found = read_inquiry("completion", {"prompt": prompt, "max_tokens": 1}, "").request
     found.ClearField("max_tokens")
     assert found == request_
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"a": 1}, "strict": True},
+                }
+            },
+            {"json_schema": '{"a": 1}'},
+        ),
+        ({"structured_outputs": {"json": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
+        ({"structured_outputs": {"json": "{}"}}, {"json_schema": "{}"}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'start: "a" | "b\\""'}),
+    ],
+)
+def test_forms_of_the_output(fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
+    for found in (completion(**fields), chat(**fields)):
+        assert found.request.HasField("structured_output") == (wanted is not None)
+        assert found.request.structured_output == sampling_pb2.StructuredOutput(**(wanted or {}))
+        assert found.name_for_caller("structured_output.regex") == next(iter(fields))
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
@@ -235,7 +265,21 @@ REFUSED: list[tuple[Kind, dict[str, Any], str]] = [
     ("chat", {"logprobs": 3}, "logprobs"),
     ("chat", {"tools": [{"type": "function"}]}, "tools"),
     ("chat", {"tool_choice": "required"}, "tool_choice"),
-    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {"functions": [{"name": "f"}]}, "functions"),
+    ("chat", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ("completion", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ("completion", {"guided_regex": "a"}, "guided_regex"),
+    ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat", {"response_format": {}}, "response_format.type"),
+    ("chat", {"response_format": {"type": "text", "regex": "a"}}, "response_format.regex"),
+    ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema"),
+    ("chat", {"structured_outputs": {}}, "structured_outputs"),
+    ("chat", {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ("chat", {"structured_outputs": {"ebnf": "a"}}, "structured_outputs.ebnf"),
+    ("chat", {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ("chat", {"structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs.json"),
+    ("chat", {"structured_outputs": {"json": {}}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ("chat", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat", {"prompt": "p"}, "prompt"),
     ("chat", {"messages": "p"}, "messages"),

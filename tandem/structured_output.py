@@ -1,0 +1,153 @@
+"""Output that has to be of a form (a JSON Schema, a regular expression, a grammar): which tokens it allows at a place.
+
+llguidance knows the forms, reads tokens, and takes them back. What is here makes of that a function of the tokens alone: a
+`Form` is asked about any tokens, goes back to where they part from those that it was asked about last, and goes on from
+there. So neither a rejection, nor a retry, nor another block leaves a trace. Without torch, since the orchestrator checks forms
+with it before any work.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
+
+from tandem.v1 import sampling_pb2
+from tandem.wire import IdArray
+
+MAX_FORM_CHARACTERS = 32_768
+_MAX_PROBLEM_CHARACTERS = 200
+_FORMS_KEPT = 64
+"""Compiling takes a millisecond, or tens for a large schema; the completions of one call share it, and so do retries."""
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,  # some milliseconds; a form that takes more is refused
+    max_lexer_states=10_000,  # one or two kilobytes each, of every session
+    max_grammar_size=100_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+
+
+class FormError(ValueError):
+    """A form that is none, is too large, or uses what isn't supported; the message says what, in under 300 characters."""
+
+
+class Forms:
+    """Compiles forms for one tokenizer. An object belongs to one thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is one of transformers; raises FormError for one that isn't a fast one. Takes a second for a large
+        vocabulary."""
+        from llguidance.hf import from_tokenizer  # imports transformers, which takes seconds
+
+        try:
+            self._tokenizer = from_tokenizer(tokenizer)
+        except Exception as error:  # it raises what it likes for a tokenizer of a kind that it doesn't know
+            raise FormError(f"this model's tokenizer can't be used: {_one_line(str(error))}") from error
+        self._compiled = lru_cache(maxsize=_FORMS_KEPT)(self._compile)
+
+    def check(self, message: sampling_pb2.StructuredOutput) -> None:
+        """Raises FormError."""
+        self._compiled(message.SerializeToString(deterministic=True))
+
+    def form(self, sampling: sampling_pb2.Sampling) -> Form:
+        """What the output of one request has to be; raises FormError."""
+        matcher = self._compiled(sampling.structured_output.SerializeToString(deterministic=True))
+        return Form(matcher, sampling.prompt_length, sampling.end_token_ids)
+
+    def _compile(self, serialized: bytes) -> LLMatcher:
+        grammar = _grammar(sampling_pb2.StructuredOutput.FromString(serialized))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what can't begin shows here
+        if matcher.is_error():
+            problem = matcher.get_error()
+            raise FormError("nothing is of this form" if problem.startswith("NoExtension") else _one_line(problem))
+        return matcher
+
+
+class Form:
+    """The form of one request's output, asked row by row."""
+
+    def __init__(self, compiled: LLMatcher, prompt_length: int, end_token_ids: Any) -> None:
+        self._compiled = compiled
+        self._prompt_length = prompt_length
+        self._end_ids = np.array(sorted(end_token_ids), dtype=np.uint32)
+        self._matcher = compiled.deep_copy()
+        self._read = np.empty(0, dtype=np.uint32)
+        """The output that the matcher has read."""
+
+    def allowed_after(self, tokens: IdArray) -> NDArray[np.bool_] | None:
+        """Which tokens may follow the prompt and the output `tokens`, [ids of the tokenizer]: an end token exactly where the
+        output may end. None where no output begins like this, or it has ended: what follows there is of no account. All false
+        where the form is too complex to go on with."""
+        output = tokens[self._prompt_length :]
+        if np.isin(output, self._end_ids).any() or not self._follow(output):
+            return None
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        may_end = self._matcher.is_accepting()
+        if self._matcher.is_error():
+            self._start_afresh()
+            return np.zeros_like(allowed)
+        allowed[self._end_ids[self._end_ids < allowed.size]] = may_end
+        return allowed
+
+    def longest_run(self, tokens: IdArray, continuation: IdArray) -> int:
+        """How many tokens of `continuation` may follow `tokens`, which are the prompt and the output so far."""
+        for length, token_id in enumerate(continuation.tolist()):
+            allowed = self.allowed_after(np.concatenate((tokens, continuation[:length])))
+            if allowed is None or token_id >= allowed.size or not allowed[token_id]:
+                return length
+        return continuation.size
+
+    def _follow(self, output: IdArray) -> bool:
+        """Whether the form reads these tokens."""
+        common = _common(self._read, output)
+        if common < self._read.size and not self._matcher.rollback(self._read.size - common):
+            self._start_afresh()
+            common = 0
+        rest = output[common:]
+        read = self._matcher.try_consume_tokens(rest.tolist()) if rest.size else 0
+        self._read = output[: common + read].copy()
+        if self._matcher.is_error():
+            self._start_afresh()
+            return False
+        return read == rest.size
+
+    def _start_afresh(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+        self._read = self._read[:0]
+
+
+def _grammar(message: sampling_pb2.StructuredOutput) -> str:
+    kind = message.WhichOneof("form")
+    text = getattr(message, kind) if kind else ""
+    if not text:
+        raise FormError("is empty")
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if len(text) > MAX_FORM_CHARACTERS:
+        raise FormError(f"has more than {MAX_FORM_CHARACTERS} characters")
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "grammar":
+        return LLMatcher.grammar_from_lark(text)
+    try:
+        return LLMatcher.grammar_from_json_schema(text)
+    except ValueError as error:
+        raise FormError(_one_line(str(error))) from error
+
+
+def _common(one: IdArray, other: IdArray) -> int:
+    size = min(one.size, other.size)
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if differs.size else size
+
+
+def _one_line(problem: str) -> str:
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    return " ".join(lines)[:_MAX_PROBLEM_CHARACTERS] or "can't be used"
