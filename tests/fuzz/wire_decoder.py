@@ -21,25 +21,36 @@ VOCABULARY = 64
 def one(data: bytes) -> None:
     """One input."""
     provider = atheris.FuzzedDataProvider(data)
-    count = provider.ConsumeIntInRange(0, 8)
-    token_id = provider.ConsumeIntInRange(0, 2 * VOCABULARY)
-    size = provider.ConsumeIntInRange(0, 64)
-    ids_data, probs_data = provider.ConsumeBytes(size), provider.ConsumeBytes(64)
+    rows, size = provider.ConsumeIntInRange(1, 3), provider.ConsumeIntInRange(0, 6)
+    whole = wire.TOKEN_BYTES * rows * size
+    ids_data = provider.ConsumeBytes(whole + provider.ConsumeIntInRange(0, 1))
+    if provider.ConsumeBool():
+        probs_data = provider.ConsumeBytes(whole + provider.ConsumeIntInRange(0, 1))
+    else:  # random floats hardly ever sum to one
+        weights = np.array([provider.ConsumeIntInRange(0, 9) for _ in range(rows * size)], dtype=np.float32)
+        sums = weights.reshape(rows, size).sum(axis=-1, keepdims=True)
+        probs_data = wire.encode_probs(weights.reshape(rows, size) / np.maximum(sums, 1))
+    token_ids = [provider.ConsumeIntInRange(0, 2 * VOCABULARY) for _ in range(rows)]
     try:
         ids = wire.decode_ids(ids_data)
         assert wire.encode_ids(ids) == ids_data
         probs = wire.decode_probs(probs_data, ids.size)
         assert wire.encode_probs(probs) == probs_data
-        drafted = check_drafted(token_id, ids, probs, VOCABULARY)
-        assert drafted.support_ids[drafted.index] == token_id < VOCABULARY
-        assert np.isfinite(drafted.q).all()
-        assert abs(float(drafted.q.sum()) - 1.0) < 1e-3
-        if count and ids.size % count == 0:
-            shape = (count, -1)
-            for each in check_block([token_id] * count, ids.reshape(shape), probs.reshape(shape), VOCABULARY):
-                assert each.support_ids[each.index] == token_id
+        if size and ids.size == rows * size:
+            with np.errstate(all="ignore"):
+                check_all(token_ids, ids.reshape(rows, size), probs.reshape(rows, size))
     except (wire.WireError, DraftContractError):
         pass
+
+
+def check_all(token_ids: list[int], ids: wire.IdArray, probs: wire.ProbArray) -> None:
+    """A block is what its tokens are one by one, and each of them a draw from a distribution."""
+    for drafted, token_id in zip(check_block(token_ids, ids, probs, VOCABULARY), token_ids, strict=True):
+        alone = check_drafted(token_id, drafted.support_ids, drafted.q, VOCABULARY)
+        assert alone.index == drafted.index
+        assert drafted.support_ids[drafted.index] == token_id < VOCABULARY
+        assert drafted.q[drafted.index] > 0
+        assert abs(float(drafted.q.sum(dtype=np.float64)) - 1.0) < 1e-3
 
 
 def main() -> None:
