@@ -153,7 +153,7 @@ class Fuzz:
             assert field in {"request", "prompt", *api.GenerateRequest.DESCRIPTOR.fields_by_name}, field
 
 
-def run(channel: grpc.Channel, count: int) -> Fuzz:
+def run(channel: grpc.Channel, count: int, *, always_the_same: bool = False) -> Fuzz:
     """Sends so many requests; raises AssertionError, with the smallest request that hypothesis finds."""
     fuzz = Fuzz(channel)
 
@@ -161,6 +161,7 @@ def run(channel: grpc.Channel, count: int) -> Fuzz:
         max_examples=count,
         deadline=None,
         database=None,
+        derandomize=always_the_same,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
