@@ -48,7 +48,9 @@ REQUESTS = 3_200
 """Times 32: 102,400 tokens for each setting and gamma."""
 AHEAD_REQUESTS = 400
 FAULT_REQUESTS = 1_000
-CONCURRENCY = 64
+COUPLED_REQUESTS = 200
+CONCURRENCY = 128
+"""The more there are at a time, the less each token costs."""
 BINS = 50
 PAIR_BINS = 10
 
@@ -225,13 +227,24 @@ def test_the_law_is_the_targets_with_penalties(address: str, laws: Laws) -> None
     assert min(found.values()) < FAULT_ALPHA, found
 
 
-@pytest.mark.parametrize("method", [sampling_pb2.ACCEPTANCE_METHOD_REJECTION, sampling_pb2.ACCEPTANCE_METHOD_COUPLED])
-def test_the_law_is_the_targets_with_look_ahead(
-    tmp_path: Path, laws: Laws, method: sampling_pb2.AcceptanceMethod
-) -> None:
-    with stat_stack(tmp_path, TANDEM_LOOK_AHEAD="true", TANDEM_DRAFT_SUPPORT_SIZE="4") as address:
-        sequences = sample(address, SETTINGS["plain"], 3, REQUESTS, method)
+@pytest.fixture(scope="module")
+def look_ahead_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("look-ahead")
+    with stat_stack(folder, TANDEM_LOOK_AHEAD="true", TANDEM_DRAFT_SUPPORT_SIZE="4") as found:
+        yield found
+
+
+def test_the_law_is_the_targets_with_look_ahead(look_ahead_address: str, laws: Laws) -> None:
+    sequences = sample(look_ahead_address, SETTINGS["plain"], 3, REQUESTS)
     found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
+    assert min(found.values()) > ALPHA, found
+
+
+def test_coupled_output_is_that_of_plain_decoding_with_look_ahead(look_ahead_address: str, laws: Laws) -> None:
+    coupled = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
+    plain = sample(look_ahead_address, SETTINGS["plain"], 0, COUPLED_REQUESTS, coupled)
+    assert (sample(look_ahead_address, SETTINGS["plain"], 3, COUPLED_REQUESTS, coupled) == plain).all()
+    found = p_values(laws.uniforms(plain, SETTINGS["plain"]))
     assert min(found.values()) > ALPHA, found
 
 
@@ -257,9 +270,9 @@ def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws
 
 def test_coupled_output_depends_on_the_seed_alone(address: str) -> None:
     coupled = sampling_pb2.ACCEPTANCE_METHOD_COUPLED
-    plain = sample(address, SETTINGS["cool-top-k"], 0, 200, coupled)
+    plain = sample(address, SETTINGS["cool-top-k"], 0, COUPLED_REQUESTS, coupled)
     for gamma in (1, 2, 5, 8):
-        assert (sample(address, SETTINGS["cool-top-k"], gamma, 200, coupled) == plain).all(), gamma
+        assert (sample(address, SETTINGS["cool-top-k"], gamma, COUPLED_REQUESTS, coupled) == plain).all(), gamma
 
 
 @pytest.mark.parametrize(
