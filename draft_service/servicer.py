@@ -27,29 +27,25 @@ class DraftServicer(WorkerServicer, draft_pb2_grpc.DraftServiceServicer):
 
 
 def pack(answers: Sequence[Answer]) -> draft_pb2.ProposalBatch:
-    """Answers as one message."""
-    return draft_pb2.ProposalBatch(items=[_item(answer) for answer in answers])
-
-
-def _item(answer: Answer) -> draft_pb2.ProposalItem:
-    item = draft_pb2.ProposalItem(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
-    if answer.error is not None:
-        item.error.CopyFrom(answer.error)
-        return item
-    tokens = [
-        draft_pb2.DraftedToken(
-            token_id=drafted.token_id,
-            support_ids=encode_ids(drafted.support_ids),
-            support_probs=encode_probs(drafted.q),
-        )
-        for drafted in answer.result
-    ]
-    item.proposal.tokens.extend(tokens)
-    item.proposal.declined = not tokens
-    item.proposal.cached_length = answer.cached_length
-    if answer.work is not None:
-        item.proposal.time.CopyFrom(answer.work.to_proto())
-    return item
+    """Answers as one message, made in place: a message that is put into another is encoded and decoded for it."""
+    batch = draft_pb2.ProposalBatch()
+    for answer in answers:
+        item = batch.items.add(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
+        if answer.error is not None:
+            item.error.CopyFrom(answer.error)
+            continue
+        proposal = item.proposal
+        proposal.cached_length = answer.cached_length
+        proposal.declined = not answer.result
+        for drafted in answer.result:
+            proposal.tokens.add(
+                token_id=drafted.token_id,
+                support_ids=encode_ids(drafted.support_ids),
+                support_probs=encode_probs(drafted.q),
+            )
+        if answer.work is not None:
+            answer.work.write_to(proposal.time)
+    return batch
 
 
 def add_to_server(state: WorkerState, server: grpc.aio.Server) -> None:

@@ -21,7 +21,7 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import ItemFailed, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +173,10 @@ class Drafting:
         return self._move()
 
     def _check_yield(self, record: RoundRecorder) -> None:
-        replica = self._session.replica
-        if replica is None or not replica.bench.collapsed(each.bench for each in self._pool.replicas if each.ready):
+        replica, peers = self._session.replica, self._pool.replicas
+        if replica is None or len(peers) < 2:
+            return
+        if not replica.bench.collapsed(each.bench for each in peers if each.ready):
             return
         replica.bench.fault("draft_collapsed", self._policy.backoff, at_once=True)
         record.benched("draft_collapsed")
@@ -230,15 +232,14 @@ class Drafting:
             traceparent=traceparent,
             cache_salt="" if opened else self._cache_salt,
         )
-        answer = replica.submit(item)
-        done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)
-        if not done:
+        try:
+            proposal = await replica.submit(item, self._policy.timeout)
+        except AnswerLate as late:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
-            self._late = (answer, prefix.length)
+            self._late = (late.answer, prefix.length)
             raise _Degraded(
                 "draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=self._blame_for_time(prefix)
-            )
-        proposal = answer.result()
+            ) from None
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
@@ -275,12 +276,14 @@ class Drafting:
 
 def _decoded(tokens: Sequence[draft_pb2.DraftedToken], vocabulary_size: int) -> list[Drafted]:
     """The proposal's tokens, checked; raises DraftContractError or WireError."""
-    size = len(tokens[0].support_ids)
-    alike = all(len(token.support_ids) == len(token.support_probs) == size for token in tokens)
-    if alike and size and size % wire.TOKEN_BYTES == 0:
+    supports = [token.support_ids for token in tokens]
+    probs = [token.support_probs for token in tokens]
+    sizes = {len(data) for data in supports + probs}
+    size = sizes.pop()
+    if not sizes and size and size % wire.TOKEN_BYTES == 0:
         # The ordinary case, at less than half the time of one by one.
-        ids = wire.decode_ids(b"".join([token.support_ids for token in tokens]))
-        q = wire.decode_probs(b"".join([token.support_probs for token in tokens]), ids.size)
+        ids = wire.decode_ids(b"".join(supports))
+        q = wire.decode_probs(b"".join(probs), ids.size)
         shape = (len(tokens), -1)
         return check_block([token.token_id for token in tokens], ids.reshape(shape), q.reshape(shape), vocabulary_size)
     return [_decoded_alone(token, vocabulary_size) for token in tokens]

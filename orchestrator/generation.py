@@ -252,19 +252,15 @@ def _cancelled_status(seconds_left: float | None) -> str:
 
 
 def _response(emitted: list[EmittedToken]) -> api.GenerateResponse:
-    return api.GenerateResponse(
-        tokens=[_token(each) for each in emitted],
-        text="".join(token.text for token in emitted),
-    )
-
-
-def _token(emitted: EmittedToken) -> api.GeneratedToken:
-    token = api.GeneratedToken(token_id=emitted.token_id, kind=int(emitted.kind), text=emitted.text)  # type: ignore[arg-type]
-    if emitted.logprobs is not None:
-        token.logprob = emitted.logprobs.logprob
-        for token_id, logprob in emitted.logprobs.top:
-            token.top_logprobs.add(token_id=token_id, logprob=logprob)
-    return token
+    response = api.GenerateResponse(text="".join([token.text for token in emitted]))
+    for each in emitted:
+        # In place: a message that is put into another is encoded and decoded for it.
+        token = response.tokens.add(token_id=each.token_id, kind=int(each.kind), text=each.text)
+        if each.logprobs is not None:
+            token.logprob = each.logprobs.logprob
+            for token_id, logprob in each.logprobs.top:
+                token.top_logprobs.add(token_id=token_id, logprob=logprob)
+    return response
 
 
 def _finish(plan: GenerationPlan, completion: Completion, statistics: RoundStatistics) -> api.GenerationFinish:

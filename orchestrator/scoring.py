@@ -26,7 +26,7 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import ItemFailed, Replica, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -198,11 +198,10 @@ class Scoring:
             traceparent=traceparent,
             cache_salt="" if self._session.opened else self._cache_salt,
         )
-        answer = replica.submit(item)
-        done, _ = await asyncio.wait((answer,), timeout=self._policy.timeout)
-        if not done:
-            raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s")
-        verdict = answer.result()
+        try:
+            verdict = await replica.submit(item, self._policy.timeout)
+        except AnswerLate:
+            raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         rows = self._checked(verdict, [ids.size for ids in supports], len(block.drafted) + 1)
         self.ordinary = self._session.opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(verdict)
@@ -213,20 +212,22 @@ class Scoring:
         if len(verdict.rows) != count:
             raise TargetContractError(f"{len(verdict.rows)} rows where {count} were asked for")
         sizes = [*sizes, 0][:count]
-        return [self._decoded(row, size) for row, size in zip(verdict.rows, sizes, strict=True)]
+        with_logprobs = self._sampling.logprobs
+        return [self._decoded(row, size, with_logprobs) for row, size in zip(verdict.rows, sizes, strict=True)]
 
-    def _decoded(self, row: target_pb2.TargetRow, size: int) -> TargetRow:
+    def _decoded(self, row: target_pb2.TargetRow, size: int, with_logprobs: bool) -> TargetRow:
         try:
             p = wire.decode_probs(row.support_probs, size)
-            logprobs = self._decoded_logprobs(row, size) if self._sampling.logprobs else None
+            logprobs = self._decoded_logprobs(row, size) if with_logprobs else None
         except wire.WireError as error:
             raise TargetContractError(str(error)) from error
-        total = float(np.add.reduce(p)) + row.outside_mass  # `p.sum()` costs twice as much
-        if not abs(total - 1.0) <= P_SUM_TOLERANCE or row.outside_mass < 0.0:
+        outside_mass, outside_token_id = row.outside_mass, row.outside_token_id
+        total = (float(np.add.reduce(p)) if size else 0.0) + outside_mass  # `p.sum()` costs twice as much
+        if not abs(total - 1.0) <= P_SUM_TOLERANCE or outside_mass < 0.0:
             raise TargetContractError(f"p sums to {total:.6g}")
-        if row.outside_mass > 0.0 and row.outside_token_id >= self._vocabulary_size:
+        if outside_mass > 0.0 and outside_token_id >= self._vocabulary_size:
             raise TargetContractError("a token outside of the vocabulary")
-        return TargetRow(p, row.outside_mass, row.outside_token_id, logprobs, row.dead_end)
+        return TargetRow(p, outside_mass, outside_token_id, logprobs, row.dead_end)
 
     def _decoded_logprobs(self, row: target_pb2.TargetRow, size: int) -> RowLogprobs:
         return decode_row(row, size, self._sampling.top_logprobs, self._vocabulary_size)

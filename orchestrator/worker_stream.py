@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -53,6 +54,15 @@ PLAIN_TEXT = ClientFiles()
 
 class StreamLost(Exception):
     """The stream to the replica broke, or isn't up: the item may or may not have been worked on."""
+
+
+class AnswerLate(TimeoutError):
+    """The item's time is up. Its answer may still come."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        super().__init__("no answer in time")
+        self.answer = answer
+        """What it will be in; may be dropped."""
 
 
 class ItemFailed(Exception):
@@ -103,6 +113,15 @@ class WorkerKind(Generic[ItemT, AnswerT]):
     """The answer in a result item, None where it holds an error."""
 
 
+@dataclass(slots=True)
+class _Pending(Generic[AnswerT]):
+    """An item that is not answered."""
+
+    answer: asyncio.Future[AnswerT]
+    deadline: float
+    """On the loop's clock; infinite once it has passed."""
+
+
 class Replica(Generic[ItemT, AnswerT]):
     """One replica: its connection, its description, and the items in flight."""
 
@@ -136,7 +155,10 @@ class Replica(Generic[ItemT, AnswerT]):
         self._wake = asyncio.Event()
         self._outbox: list[ItemT] = []
         self._releases: list[str] = []
-        self._pending: dict[tuple[str, int], asyncio.Future[AnswerT]] = {}
+        self._pending: dict[tuple[str, int], _Pending[AnswerT]] = {}
+        """In the order in which they were sent, which is that of their deadlines: all have the same time."""
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        """One for all items, since one for each would cost more than the items."""
         self._task = asyncio.create_task(self._stay_connected(), name=f"{kind.role} {address}")
 
     @property
@@ -159,14 +181,19 @@ class Replica(Generic[ItemT, AnswerT]):
         """Sessions that its cache has room for."""
         return self.info.slots if self.info is not None else 0
 
-    def submit(self, item: ItemT) -> asyncio.Future[AnswerT]:
-        """Sends an item with this turn's batch. The future fails with ItemFailed or StreamLost."""
+    def submit(self, item: ItemT, seconds: float = math.inf) -> asyncio.Future[AnswerT]:
+        """Sends an item with this turn's batch. The future fails with ItemFailed, StreamLost or, after `seconds`, the same for
+        all items, with AnswerLate."""
         if not self._ready:
             raise StreamLost(f"{self.role} {self.address} is not connected")
         key = (item.request_id, item.cache_epoch)
         self._give_up(key, "a later item took its place")
-        future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
-        self._pending[key] = future
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[AnswerT] = loop.create_future()
+        deadline = loop.time() + seconds
+        self._pending[key] = _Pending(future, deadline)
+        if self._deadline_timer is None and seconds < math.inf:
+            self._deadline_timer = loop.call_at(deadline, self._end_waits)
         self._outbox.append(item)
         self._wake.set()
         return future
@@ -188,12 +215,28 @@ class Replica(Generic[ItemT, AnswerT]):
     def _give_up(self, key: tuple[str, int], why: str) -> None:
         """No answer is awaited for this any more. Not a cancellation: whoever still waits, a second request of the same
         id for example, was not cancelled."""
-        future = self._pending.pop(key, None)
-        if future is not None and not future.done():
-            _fail(future, StreamLost(why))
+        pending = self._pending.pop(key, None)
+        if pending is not None and not pending.answer.done():
+            _fail(pending.answer, StreamLost(why))
+
+    def _end_waits(self) -> None:
+        """Fails what has waited for too long, and sets the timer for the next one."""
+        loop = asyncio.get_running_loop()
+        now, self._deadline_timer = loop.time(), None
+        for pending in self._pending.values():
+            if pending.deadline == math.inf:
+                continue
+            if pending.deadline > now:
+                self._deadline_timer = loop.call_at(pending.deadline, self._end_waits)
+                return
+            waited, pending.answer, pending.deadline = pending.answer, loop.create_future(), math.inf
+            if not waited.done():
+                _fail(waited, AnswerLate(pending.answer))
 
     async def close(self) -> None:
         """Ends the stream."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -292,24 +335,24 @@ class Replica(Generic[ItemT, AnswerT]):
             await call.write(self._kind.pack(items, releases))
 
     def _resolve(self, result: Any) -> None:
-        future = self._pending.pop((result.request_id, result.cache_epoch), None)
-        if future is None or future.done():
+        pending = self._pending.pop((result.request_id, result.cache_epoch), None)
+        if pending is None or pending.answer.done():
             return
         answer = self._kind.answer(result)
         if answer is not None:
-            future.set_result(answer)
+            pending.answer.set_result(answer)
         else:
-            _fail(future, ItemFailed(result.error))
+            _fail(pending.answer, ItemFailed(result.error))
 
     def _disconnected(self) -> None:
         was_ready, self._ready = self._ready, False
         self._outbox.clear()
         self._releases.clear()
         self._wake.clear()
-        pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done():
-                _fail(future, StreamLost(f"the stream to {self.role} {self.address} broke"))
+        lost, self._pending = self._pending, {}
+        for pending in lost.values():
+            if not pending.answer.done():
+                _fail(pending.answer, StreamLost(f"the stream to {self.role} {self.address} broke"))
         if was_ready:
             log.warning("%s %s is lost", self.role, self.address)
             self._on_change()

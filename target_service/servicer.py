@@ -28,25 +28,24 @@ class TargetServicer(WorkerServicer, target_pb2_grpc.TargetServiceServicer):
 
 
 def pack(answers: Sequence[Answer]) -> target_pb2.VerdictBatch:
-    """Answers as one message."""
-    return target_pb2.VerdictBatch(items=[_item(answer) for answer in answers])
+    """Answers as one message, made in place: a message that is put into another is encoded and decoded for it."""
+    batch = target_pb2.VerdictBatch()
+    for answer in answers:
+        item = batch.items.add(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
+        if answer.error is not None:
+            item.error.CopyFrom(answer.error)
+            continue
+        verdict = item.verdict
+        verdict.cached_length = answer.cached_length
+        for row in answer.result:
+            _add_row(verdict, row)
+        if answer.work is not None:
+            answer.work.write_to(verdict.time)
+    return batch
 
 
-def _item(answer: Answer) -> target_pb2.VerdictItem:
-    item = target_pb2.VerdictItem(request_id=answer.request_id, cache_epoch=answer.cache_epoch)
-    if answer.error is not None:
-        item.error.CopyFrom(answer.error)
-        return item
-    rows = [_row(row) for row in answer.result]
-    item.verdict.rows.extend(rows)
-    item.verdict.cached_length = answer.cached_length
-    if answer.work is not None:
-        item.verdict.time.CopyFrom(answer.work.to_proto())
-    return item
-
-
-def _row(row: TargetRow) -> target_pb2.TargetRow:
-    message = target_pb2.TargetRow(
+def _add_row(verdict: target_pb2.Verdict, row: TargetRow) -> None:
+    message = verdict.rows.add(
         support_probs=encode_probs(row.p), outside_mass=row.outside_mass, outside_token_id=row.outside_token_id
     )
     if row.dead_end:
@@ -56,7 +55,6 @@ def _row(row: TargetRow) -> target_pb2.TargetRow:
         message.outside_logprob = row.logprobs.outside
         message.top_token_ids = encode_ids(row.logprobs.top_ids)
         message.top_logprobs = encode_probs(row.logprobs.top)
-    return message
 
 
 def add_to_server(state: WorkerState, server: grpc.aio.Server) -> None:

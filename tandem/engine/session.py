@@ -165,6 +165,6 @@ def decode_token_ids(field: str, data: bytes, vocabulary: int) -> IdArray:
         token_ids = decode_ids(data)
     except WireError as error:
         raise invalid(field, str(error)) from error
-    if token_ids.size and int(token_ids.max()) >= vocabulary:
+    if token_ids.size and int(np.maximum.reduce(token_ids)) >= vocabulary:
         raise invalid(field, f"holds an id outside of the vocabulary of {vocabulary}")
     return token_ids

@@ -56,8 +56,9 @@ class Work:
         self.tokens += step.tokens
         self.last = step
 
-    def to_proto(self) -> worker_pb2.WorkerTime:
+    def write_to(self, time: worker_pb2.WorkerTime) -> None:
         """For the answer."""
-        return worker_pb2.WorkerTime(
-            seconds=self.seconds, forwards=self.steps, tokens=self.tokens, items=self.companions
-        )
+        time.seconds = self.seconds
+        time.forwards = self.steps
+        time.tokens = self.tokens
+        time.items = self.companions

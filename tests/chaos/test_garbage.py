@@ -24,7 +24,7 @@ import redis
 
 from orchestrator.admission import Admission
 from orchestrator.replica_pool import ReplicaPool
-from orchestrator.worker_stream import Replica, StreamLost, WorkerKind
+from orchestrator.worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
 from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
@@ -827,6 +827,26 @@ async def test_two_requests_of_one_id_do_not_cancel_one_another() -> None:
     first, second = replica.submit(good_item("draft", "twin")), replica.submit(good_item("draft", "twin"))
     assert isinstance(first.exception(), StreamLost)
     assert not second.done()
+    await replica.close()
+
+
+async def test_an_answer_that_is_late_is_still_to_be_had() -> None:
+    """And the ones behind it have their own time."""
+    stream, connected = _FakeStream(), asyncio.Event()
+    replica: Replica[Any, Any] = Replica("127.0.0.1:1", _fake_kind(stream), lambda info: None, connected.set)
+    await connected.wait()
+    first, patient = (
+        replica.submit(good_item("draft", "first"), 0.02),
+        replica.submit(good_item("draft", "patient"), 600),
+    )
+    with pytest.raises(AnswerLate) as late:
+        await first
+    assert not patient.done()
+    assert not late.value.answer.done()
+    error = worker_pb2.ItemError(message="found nothing")
+    replica._resolve(draft_pb2.ProposalItem(request_id="first", cache_epoch=0, error=error))
+    assert isinstance(late.value.answer.exception(), ItemFailed)
+    assert replica.pending_items == 1
     await replica.close()
 
 

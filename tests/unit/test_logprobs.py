@@ -19,10 +19,11 @@ from transformers.generation.logits_process import (
 
 from orchestrator.logprobs import decode_row
 from tandem.acceptance import TargetRow
+from tandem.engine.stream import Answer
 from tandem.sampling import SamplingParams, target_rows
-from tandem.v1 import sampling_pb2
+from tandem.v1 import sampling_pb2, target_pb2
 from tandem.wire import WireError
-from target_service.servicer import _row
+from target_service.servicer import pack
 
 SIZE, PADDING = 50, 6
 TOKENS = np.array([1, 2, 3, 2, 1, 9], dtype=np.uint32)
@@ -82,12 +83,16 @@ def test_every_row_of_a_batch_has_those_it_asked_for(order: int) -> None:
         assert found.top == pytest.approx(expected[likeliest], abs=2e-6)
 
 
+def on_the_wire(row: TargetRow) -> target_pb2.TargetRow:
+    return pack([Answer("r", 0, [row])]).items[0].verdict.rows[0]
+
+
 def test_they_cross_the_wire_unchanged() -> None:
     logits = torch.randn(1, SIZE, generator=torch.Generator().manual_seed(3))
     support = np.array([7, 4, 1], dtype=np.uint32)
     [row] = target_rows(logits, [params(PROCESSED, 3)], [6], [support], SIZE, [TOKENS])
     assert row.logprobs is not None
-    received = decode_row(_row(row), 3, 3, SIZE)
+    received = decode_row(on_the_wire(row), 3, 3, SIZE)
     assert received.support.tolist() == row.logprobs.support.tolist()
     assert received.support[1] == -np.inf
     assert received.outside == pytest.approx(row.logprobs.outside)
@@ -101,7 +106,7 @@ def test_they_cross_the_wire_unchanged() -> None:
 def test_a_target_that_lies_is_found_out(fault: str) -> None:
     logits = torch.zeros(1, SIZE)
     [row] = target_rows(logits, [params(RAW, 3)], [6], [np.array([7], dtype=np.uint32)], SIZE, [TOKENS])
-    message = _row(TargetRow(row.p, row.outside_mass, row.outside_token_id, row.logprobs))
+    message = on_the_wire(TargetRow(row.p, row.outside_mass, row.outside_token_id, row.logprobs))
     if fault == "nan":
         message.outside_logprob = float("nan")
     size, most, vocabulary = (1 + (fault == "size"), 3 - (fault == "most"), 1 if fault == "vocabulary" else SIZE)
