@@ -56,7 +56,6 @@ class DraftConfig(WorkerSettings):
             "LAYERS": self.layers,
             "AHEAD_ROWS": self.ahead_rows,
             "GGUF_FILE": self.gguf_file,
-            "THREADS": self.threads,
             "DEVICE": "" if self.device in ("auto", "cpu") else self.device,
             "DTYPE": "" if self.dtype == "auto" else self.dtype,
         }

@@ -41,6 +41,13 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
 
+_PROBE_OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.so_reuseport", 0),
+    # Nobody has to show who they are there: a question is some bytes, and a prober has one or two open.
+    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_concurrent_streams", 8),
+)
+
 _PLAIN_TEXT = ServerFiles()
 
 LIVENESS = "liveness"
@@ -77,7 +84,7 @@ class HealthSwitch:
         `listen` is empty. Raises PortError."""
         if not listen:
             return
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=_PROBE_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         _listen(server, listen, variable, None)
         await server.start()

@@ -15,7 +15,7 @@ from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
 
 TARGET = MODELS / "tiny-target"
-WAYS = {"ngram": {"TANDEM_DRAFT_METHOD": "ngram", "TANDEM_DRAFT_THREADS": "0"}, "shallow": {"TANDEM_DRAFT_LAYERS": "1"}}
+WAYS = {"ngram": {"TANDEM_DRAFT_METHOD": "ngram"}, "shallow": {"TANDEM_DRAFT_LAYERS": "1"}}
 GAMMAS: dict[str, dict[str, Any]] = {
     **{str(gamma): {"num_speculative_tokens": gamma} for gamma in (0, 1, 2, 5, 8)},
     "auto": {"adaptive_speculative_tokens": True},

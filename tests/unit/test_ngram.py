@@ -55,7 +55,6 @@ def test_the_block_is_what_followed_the_same_run_before(
         ("LAYERS", "1"),
         ("AHEAD_ROWS", "4"),
         ("GGUF_FILE", "a.gguf"),
-        ("THREADS", "1"),
         ("DEVICE", "cuda"),
         ("DTYPE", "float16"),
     ],
