@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
@@ -94,7 +94,7 @@ class Nodes(Protocol):
     def redirected(self, refusal: ResponseError) -> Address | None:
         """Where the refused call is to go this once; None: to who serves its key."""
 
-    def probes(self) -> Iterable[Sequence[bytes]]:
+    def probes(self) -> Sequence[Sequence[bytes]]:
         """Keys for a script that is to run once at each primary."""
 
     async def suspect(self, connections: Connections) -> None:
@@ -128,7 +128,7 @@ class OnePrimary:
         """Nowhere."""
         return None
 
-    def probes(self) -> Iterable[Sequence[bytes]]:
+    def probes(self) -> Sequence[Sequence[bytes]]:
         """Once, without keys."""
         return ((),)
 
@@ -207,7 +207,7 @@ class ClusterNodes:
             return None
         return address
 
-    def probes(self) -> Iterable[Sequence[bytes]]:
+    def probes(self) -> Sequence[Sequence[bytes]]:
         """A key for each primary."""
         return self._probes
 
@@ -236,6 +236,8 @@ class ClusterNodes:
             clean = True
         finally:
             await connections.give_back(connection, clean)
+        if not slots:
+            raise RedisError("it knows of no slots: it has not joined the cluster, or was reset")
         return slots
 
     def _read(self, slots: list[Any], asked: str) -> None:

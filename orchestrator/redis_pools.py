@@ -119,7 +119,9 @@ class _SeveralHosts:
     def parse(cls, url: str) -> _SeveralHosts:
         """Raises ValueError in words that don't repeat the URL."""
         scheme, _, rest = url.partition("://")
-        authority, _, path = rest.partition("?")[0].partition("/")
+        if "?" in rest:
+            raise ValueError(f"{scheme}:// takes no settings after a '?'; in a password it must be percent-encoded")
+        authority, _, path = rest.partition("/")
         login, _, hosts = authority.rpartition("@")
         user, _, password = login.partition(":")
         service, _, database = path.partition("/")

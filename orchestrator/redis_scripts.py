@@ -132,7 +132,7 @@ class _Call:
         """One of its keys, which have all one hash tag."""
         self.on_retry = on_retry
         self.asked: Address | None = None
-        """Where a node of a cluster has sent it for this once."""
+        """Where a node of a cluster has sent it for its next exchange, and for that one only."""
 
     def answer(self, reply: Any) -> None:
         if self.reply.done():  # the caller was cancelled
@@ -191,7 +191,10 @@ class ScriptPipeline:
         """Runs a script without arguments once at each primary. Raises as `run` does; it doesn't repeat."""
         if problem := await self._locate(self._patience.exchange):
             raise StoreUnavailable(problem)
-        await asyncio.gather(*(self.run(script, keys, (), repeat=False) for keys in self._nodes.probes()))
+        probes = self._nodes.probes()
+        if not probes:
+            raise StoreUnavailable("no node of the cluster serves a slot")
+        await asyncio.gather(*(self.run(script, keys, (), repeat=False) for keys in probes))
 
     async def close(self) -> None:
         """Waits for the calls under way, each of which has a bound, and closes the connections."""
@@ -244,13 +247,14 @@ class ScriptPipeline:
         """One exchange with each node concerned; a problem in words if calls are left without an answer."""
         if problem := await self._locate(limit):
             return problem
-        groups: dict[Connections | None, list[_Call]] = {}
+        groups: dict[tuple[Connections | None, bool], list[_Call]] = {}
         for call in calls:
-            node = self._nodes.serving(call.key) if call.asked is None else self._nodes.at(call.asked)
-            groups.setdefault(node, []).append(call)
+            asked, call.asked = call.asked, None
+            node = self._nodes.serving(call.key) if asked is None else self._nodes.at(asked)
+            groups.setdefault((node, asked is not None), []).append(call)
         if len(groups) == 1:
             return await self._attempt_at(*groups.popitem(), limit)
-        problems = await asyncio.gather(*(self._attempt_at(node, some, limit) for node, some in groups.items()))
+        problems = await asyncio.gather(*(self._attempt_at(to, some, limit) for to, some in groups.items()))
         return next(filter(None, problems), None)
 
     async def _locate(self, limit: float) -> str | None:
@@ -266,7 +270,9 @@ class ScriptPipeline:
         except (RedisError, OSError) as error:
             return _reason(error)
 
-    async def _attempt_at(self, node: Connections | None, calls: list[_Call], limit: float) -> str | None:
+    async def _attempt_at(self, to: tuple[Connections | None, bool], calls: list[_Call], limit: float) -> str | None:
+        """`to` whom, and whether that node takes the calls only when told that another one has sent them."""
+        node, asking = to
         if node is None:
             return "no node of the cluster serves the slot"
         connection: AbstractConnection | None = None
@@ -274,7 +280,7 @@ class ScriptPipeline:
         try:
             async with asyncio.timeout(limit):
                 connection = await node.take()
-                await self._exchange(connection, calls)
+                await self._exchange(connection, calls, asking)
             clean = True
             return None
         except TimeoutError:
@@ -287,13 +293,14 @@ class ScriptPipeline:
         await self._nodes.suspect(node)
         return problem
 
-    async def _exchange(self, connection: AbstractConnection, calls: list[_Call]) -> None:
+    async def _exchange(self, connection: AbstractConnection, calls: list[_Call], asking: bool) -> None:
         """Sends the calls and hands out the replies. Raises RedisError if calls are left without an answer."""
+        prefix = _ASKING if asking else b""
         for _ in range(_MAX_LOADS):
-            await connection.send_packed_command(b"".join([_on_the_wire(call) for call in calls]))
+            await connection.send_packed_command(b"".join([prefix + call.packed for call in calls]))
             refusal, unknown, replies = None, [], []
             for call in calls:
-                if call.asked is not None:
+                if asking:
                     await _read(connection)
                 reply = await _read(connection)
                 if isinstance(reply, NoScriptError):
@@ -344,10 +351,6 @@ async def _read(connection: AbstractConnection) -> Any:
         return await connection.read_response()
     except ResponseError as error:
         return error
-
-
-def _on_the_wire(call: _Call) -> bytes:
-    return call.packed if call.asked is None else _ASKING + call.packed
 
 
 def _refusal(error: ResponseError) -> StoreError:

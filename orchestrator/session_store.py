@@ -125,7 +125,8 @@ class Durability:
 class StoreConfig:
     """Where the store is and how patient to be with it. Raises ValueError for values that can't work.
 
-    A user name, password, database number and `ssl_*` settings are taken from the URL; its other settings are not.
+    User name, password and database number are taken from the URL. The query of one that names a single server can set
+    what isn't set here, such as `ssl_*`; one that names several hosts can't have a query.
     """
 
     url: str = field(repr=False)  # may hold a password

@@ -61,14 +61,14 @@ def whole_number(variable: str, default: int, *, help: str, least: int, most: fl
 
 
 def seconds(variable: str, default: float, *, help: str, most: float = math.inf, above: float | None = None) -> Any:
-    """A time: not negative, at most `most`, or more than `above`."""
-    least = "at least 0" if above is None else f"more than {above:g}"
+    """A time, and never an infinite one: not negative, at most `most`, or more than `above`."""
+    least = "at least 0, and finite" if above is None else f"more than {above:g}, and finite"
     return setting(
         variable,
         default,
         help=help,
         parse=float,
-        check=lambda value: (value >= 0 if above is None else value > above) and value <= most,
+        check=lambda value: math.isfinite(value) and (value >= 0 if above is None else value > above) and value <= most,
         expected=least if most == math.inf else f"0 to {most:g}",
     )
 

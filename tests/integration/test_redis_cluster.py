@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,18 @@ async def tokens_of(store: SessionStore, request_id: str) -> list[int]:
     return [int(token) for token in wire.decode_ids(snapshot.tokens)]
 
 
+async def answered(ask: Callable[[], Awaitable[object]]) -> None:
+    """Until there is an answer; who serves what is known then."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            await ask()
+            return
+        except StoreUnavailable:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
 def slot_of(request_id: str) -> int:
     return key_slot(f"tandem:{{{request_id}}}:state".encode())
 
@@ -87,8 +99,9 @@ async def test_a_commit_can_wait_for_the_replica_of_its_primary(cluster: RedisCl
         ownership = await create(store, name_at(cluster, first, "held"))
         await store.commit(ownership, 0, 3, wire.encode_ids([4]))
     async with connected(
-        cluster.url, durability=Durability(replicas=1), retry_seconds=0.0, socket_timeout=0.3
+        cluster.url, durability=Durability(replicas=1), retry_seconds=0.0, socket_timeout=0.6
     ) as store:
+        await answered(lambda: store.read(ownership.request_id))
         with pytest.raises(StoreUnavailable, match=r"wanted 1|no answer"):
             await create(store, name_at(cluster, second, "alone"))
 
@@ -135,14 +148,7 @@ async def test_commits_go_on_at_the_replica_of_a_primary_that_died(cluster: Redi
         for name in names:
             assert await tokens_of(store, name) == [*PROMPT, 4]
         assert cluster.replica.info("replication")["role"] == "master"
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                await store.ping()
-                break
-            except StoreUnavailable:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
+        await answered(store.ping)
         for owner in owners:
             await store.commit(owner, 1, 4, wire.encode_ids([5]))
 

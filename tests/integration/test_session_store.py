@@ -447,14 +447,14 @@ class TestPipeline:
     async def test_commits_of_different_ticks_do_not_wait_for_one_another(self, proxy: TcpProxy) -> None:
         async with connected(url_of(proxy), socket_timeout=60.0, retry_seconds=60.0) as store:
             owners = [await create(store, f"r{index}") for index in range(20)]
-            proxy.delay(0.1)
+            proxy.delay(0.5)
             started = time.monotonic()
             commits = []
             for owner in owners:
                 commits.append(asyncio.ensure_future(store.commit(owner, 0, 3, encode(4))))
                 await asyncio.sleep(0.01)
             await asyncio.gather(*commits)
-            assert time.monotonic() - started < 3  # one after the other they would take 4 s
+            assert time.monotonic() - started < 15  # one after the other they would take 20 s
 
     async def test_each_caller_gets_its_own_outcome(self, store: SessionStore, redis_server: RedisServer) -> None:
         good, fenced, early, lost = [await create(store, name) for name in ("good", "fenced", "early", "lost")]
@@ -691,7 +691,7 @@ class TestAwayServer:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await store.commit(ownership, 0, 3, encode(4))
-            assert time.monotonic() - started < 4
+            assert time.monotonic() - started < 30
             retries = counters(store).retries
             with pytest.raises(StoreUnavailable):
                 await store.ping()
@@ -896,6 +896,9 @@ class TestAddresses:
             ("redis+cluster://:secret@host", "host:port"),
             ("redis+cluster://:secret@one:6379,two:port", "host:port"),
             ("redis+cluster://:secret@host:6379/3", "database 0"),
+            ("rediss+sentinel://host:26379/mymaster?ssl_cert_reqs=secret", r"^rediss\+sentinel://.* '\?'"),
+            ("rediss+cluster://host:6379?ssl_cert_reqs=secret", r"^rediss\+cluster://.* '\?'"),
+            ("redis+cluster://:sec?ret@host:6379", "percent-encoded"),
             ("cluster://host:6379", r"redis\+cluster://"),
             ("redis://one:6379,two:6379", r"redis\+cluster://"),
             ("http://user:secret@host", "redis://"),

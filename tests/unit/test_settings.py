@@ -32,6 +32,8 @@ NEEDED = {
         (OrchestratorConfig, "TANDEM_DRAFT_TIMEOUT_SECONDS", "0", "more than 0"),
         (OrchestratorConfig, "TANDEM_DRAFT_TIMEOUT_SECONDS", "nan", "more than 0"),
         (OrchestratorConfig, "TANDEM_MAX_WAITING_SECONDS", "-1", "at least 0"),
+        (OrchestratorConfig, "TANDEM_STORE_TIMEOUT_SECONDS", "inf", "more than 0, and finite"),
+        (OrchestratorConfig, "TANDEM_STORE_RETRY_SECONDS", "inf", "at least 0, and finite"),
         (OrchestratorConfig, "TANDEM_LOOK_AHEAD", "maybe", "true or false"),
         *(
             (DraftConfig, "TANDEM_DRAFT_METRICS_LISTEN", value, "host:port")
