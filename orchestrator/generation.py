@@ -95,6 +95,8 @@ class Generations:
             limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, caller.max_tokens_per_request))
         with self._runtime.admission.planning():
             plan = await plan_generation(request, self._runtime.vocabulary, limits)
+        # Before any work of a model, so that who cancels has paid for it, and only here: a resumption's was paid for.
+        self._runtime.callers.spend(caller, plan.prompt_tokens)
         if request.n > 1:
             return await self._generate_several(plan, request, call, recorder, name)
         return await self._generate_one(plan, request, call, recorder, name)

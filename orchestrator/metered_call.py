@@ -1,4 +1,4 @@
-"""A call whose tokens count towards its caller's budget: those of the prompt once, and each that is new."""
+"""A call whose new tokens count towards its caller's budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class MeteredCall:
     def __init__(self, call: Call, spend: Callable[[int], None]) -> None:
         self._call = call
         self._spend = spend
-        self._prompt_is_paid = False
 
     @property
     def may_return(self) -> bool:
@@ -36,8 +35,5 @@ class MeteredCall:
 
     async def write(self, response: api.GenerateResponse) -> None:
         """Counts, and sends."""
-        if response.HasField("start") and not self._prompt_is_paid:
-            self._prompt_is_paid = True
-            self._spend(response.start.prompt_tokens)
         self._spend(sum(token.kind != api.TOKEN_KIND_REPLAYED for token in response.tokens))
         await self._call.write(response)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import grpc.aio
 import pytest
 
+from orchestrator.admission import Admission
 from orchestrator.call import GrpcCall
-from orchestrator.callers import Callers, CallersFileError
+from orchestrator.callers import Caller, Callers, CallersFileError
 from orchestrator.errors import InvalidArgument, Overloaded, Unauthenticated
+from orchestrator.generation import Generations
 from orchestrator.metered_call import MeteredCall
+from orchestrator.request import Limits, plan_generation
+from orchestrator.session import Session
 from orchestrator.token_budget import TokenBudget
+from orchestrator.vocabulary import GenerationDefaults
 from tandem import grpc_server
 from tandem.config import ConfigError
 from tandem.transport_security import ClientFiles, ServerFiles
 from tandem.v1 import orchestrator_pb2 as api
+from tandem.wire import encode_ids
 from tests.support.authority import Authority
 
 TOKEN = "a-token-of-enough-characters"
@@ -159,23 +169,100 @@ def test_a_changed_file_forgives_no_tokens(tmp_path: Path) -> None:
         assert refusal.value.retry_after > 60
 
 
-async def test_a_call_is_paid_for_once() -> None:
-    """The prompt of several completions, and what is sent again after a resumption, cost nothing more."""
-    sent: list[api.GenerateResponse] = []
+class Sink(GrpcCall):
+    """A call under alice's token that keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.sent: list[api.GenerateResponse] = []
+
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        return [("authorization", f"Bearer {TOKEN}")]
+
+    def certificate_name(self) -> str:
+        return ""
+
+    def seconds_left(self) -> float | None:
+        return None
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        self.sent.append(response)
+
+
+async def test_tokens_that_are_sent_again_cost_nothing() -> None:
     spent: list[int] = []
-
-    class Sink(GrpcCall):
-        async def write(self, response: api.GenerateResponse) -> None:
-            sent.append(response)
-
-    call = MeteredCall(Sink(None), spent.append)  # type: ignore[arg-type]
+    sink = Sink()
+    call = MeteredCall(sink, spent.append)
     token, again = api.GeneratedToken(kind=api.TOKEN_KIND_BONUS), api.GeneratedToken(kind=api.TOKEN_KIND_REPLAYED)
     start = api.GenerationStart(prompt_tokens=7)
     for index in range(2):
         await call.write(api.GenerateResponse(index=index, start=start, tokens=[again, token, token]))
     await call.write(api.GenerateResponse(index=1, tokens=[token]))
-    assert sum(spent) == 7 + 5
-    assert len(sent) == 3
+    assert sum(spent) == 5
+    assert len(sink.sent) == 3
+
+
+@pytest.mark.parametrize("completions", [1, 3])
+async def test_a_prompt_is_paid_for_once_though_its_caller_cancels_and_comes_back(
+    completions: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "callers.toml"
+    path.write_text(f"[callers.alice]\ntoken = '{TOKEN}'\nmax_tokens_per_minute = 1000")
+    spent: list[int] = []
+
+    class Noticing(Callers):
+        def spend(self, caller: Caller, tokens: int) -> None:
+            assert caller.name == "alice"
+            spent.append(tokens)
+
+    class Sessions:
+        """Of a store that never answers who begins, and holds what was finished elsewhere."""
+
+        def __init__(self) -> None:
+            self.unbegun = completions
+            self.all_begun = asyncio.Event()
+
+        async def create(self, *_: object) -> Session:
+            self.unbegun -= 1
+            if self.unbegun == 0:
+                self.all_begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def resume(self, *_: object) -> Session:
+            request = api.GenerateRequest(token_ids=api.TokenIds(ids=range(7)), max_tokens=4)
+            plan = await plan_generation(request, vocabulary, limits)
+            return Session(plan, "m", None, encode_ids([1, 2, 3, 4]), finish=api.GenerationFinish())
+
+    vocabulary: Any = SimpleNamespace(decode=lambda ids: "x" * len(ids), defaults=GenerationDefaults())
+    limits = Limits(100, 50, 20, 1000, 8, 2, False, frozenset())
+    sessions = Sessions()
+    runtime = SimpleNamespace(
+        callers=Noticing(str(path)),
+        admission=Admission(4, 4, 60.0),
+        sessions=sessions,
+        limits=lambda: limits,
+        vocabulary=vocabulary,
+        target_model=lambda: "m",
+        reader_timeout=60.0,
+    )
+    recorders = SimpleNamespace(begin=lambda *_: MagicMock())
+    generations = Generations(runtime, recorders)  # type: ignore[arg-type]
+    request = api.GenerateRequest(request_id="r", token_ids=api.TokenIds(ids=range(7)), n=completions)
+    first = asyncio.create_task(generations.run(request, Sink()))
+    begun = asyncio.create_task(sessions.all_begun.wait())
+    await asyncio.wait({first, begun}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    assert begun.done()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert spent == [7]
+    for _ in range(2):
+        call = Sink()
+        await generations.run(api.GenerateRequest(request_id="r", token_offset=0), call)
+        assert call.sent[0].start.prompt_tokens == 7
+        assert sum(len(response.tokens) for response in call.sent) == 4
+    assert sum(spent) == 7
 
 
 @pytest.mark.parametrize(
