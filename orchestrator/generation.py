@@ -140,11 +140,12 @@ class Generations:
                         start = None
                     await self._write(call, response)
         except STORE_FAULTS as fault:
+            failure = as_failure(fault)
             if isinstance(fault, StoreFull):
-                await self._give_up(session, call, completion)
-            raise as_failure(fault) from fault
-        except RequestFailed:
-            await self._give_up(session, call, completion)
+                await self._give_up(session, call, completion, failure)
+            raise failure from fault
+        except RequestFailed as failure:
+            await self._give_up(session, call, completion, failure)
             raise
         except asyncio.CancelledError:
             if self._runtime.admission.cut_off:
@@ -155,10 +156,10 @@ class Generations:
             raise
         return completion.finish_reason
 
-    async def _give_up(self, session: Session, call: Call, completion: Completion) -> None:
+    async def _give_up(self, session: Session, call: Call, completion: Completion, failure: RequestFailed) -> None:
         """Told to come again, or ended in mid stream: only what can be resumed is kept."""
         may_return = call.may_return and completion.length > 0
-        await asyncio.shield(self._runtime.sessions.abandon(session, may_return=may_return))
+        await asyncio.shield(self._runtime.sessions.abandon(session, may_return=may_return, failure=failure))
 
     async def _start(self, session: Session) -> api.GenerationStart:
         plan = session.plan

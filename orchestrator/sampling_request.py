@@ -49,7 +49,7 @@ async def check_form(request: api.GenerateRequest, vocabulary: Vocabulary, end_t
         raise InvalidArgument("structured_output", "the model has no end token to end it with")
     form = request.structured_output
     try:
-        await asyncio.to_thread(lambda: vocabulary.forms.check(form))
+        await vocabulary.check_form(form)
     except FormError as error:
         kind = form.WhichOneof("form")
         raise InvalidArgument(f"structured_output.{kind}" if kind else "structured_output", str(error)) from error

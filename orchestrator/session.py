@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import grpc
+
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.wire import TOKEN_BYTES
 
@@ -30,6 +32,8 @@ from .session_store import (
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2.0
+_MAY_PASS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""After another failure a resumption would end as the request did."""
 STORE_FAULTS = (FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable)
 
 
@@ -102,13 +106,15 @@ class Sessions:
             raise as_failure(fault) from fault
         return session
 
-    async def abandon(self, session: Session, *, may_return: bool) -> None:
-        """The caller is gone: its state goes too, at once or, where the caller may come back, after a while."""
+    async def abandon(self, session: Session, *, may_return: bool, failure: RequestFailed | None = None) -> None:
+        """The caller is gone, or gets the `failure`: its state goes too, at once or, where the caller may come back, after a
+        while."""
         if session.ownership is None:
             return
         try:
             may_return = may_return or session.ownership.fence > 1  # who resumed once may do it again
-            if may_return and session.resumable and self._resume_seconds > 0:
+            in_vain = failure is not None and failure.code not in _MAY_PASS
+            if may_return and not in_vain and session.resumable and self._resume_seconds > 0:
                 await self._store.abandon(session.ownership, self._resume_seconds)
             else:
                 await self._store.delete(session.ownership)

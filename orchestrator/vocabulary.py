@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,7 +20,7 @@ from tandem.sampling_limits import (
     in_range,
 )
 from tandem.structured_output import Forms
-from tandem.v1 import worker_pb2
+from tandem.v1 import sampling_pb2, worker_pb2
 
 from .worker_stream import IncompatibleWorker
 
@@ -62,12 +64,19 @@ class Vocabulary:
         self.defaults = _defaults(generation_config)
         self.size = len(self._strings)
         self.end_token_ids = _end_token_ids(tokenizer, generation_config)
+        self._forms_thread = ThreadPoolExecutor(1, "forms")
         self._token_text = lru_cache(maxsize=TOKEN_TEXTS)(lambda token_id: str(tokenizer.decode([token_id])))
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
 
+    async def check_form(self, form: sampling_pb2.StructuredOutput) -> None:
+        """Compiles the form of an output, one at a time; raises FormError. The first takes a second where there are many
+        tokens."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._forms_thread, lambda: self._forms.check(form))
+
     @cached_property
-    def forms(self) -> Forms:
-        """What checks the form of an output; the first use takes a second where there are many tokens. Raises FormError."""
+    def _forms(self) -> Forms:
+        """Belongs to the one thread of `_forms_thread`."""
         return Forms(self._tokenizer)
 
     @cached_property

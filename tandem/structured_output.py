@@ -24,7 +24,7 @@ _FORMS_KEPT = 64
 """Compiling takes a millisecond, or tens for a large schema; the completions of one call share it, and so do retries."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,  # some milliseconds; a form that takes more is refused
-    max_lexer_states=10_000,  # one or two kilobytes each, of every session
+    max_lexer_states=10_000,  # one or two kilobytes each, of all outputs of a form together
     max_grammar_size=100_000,
     precompute_large_lexemes=False,
     verbose_errors=False,
@@ -36,7 +36,7 @@ class FormError(ValueError):
 
 
 class Forms:
-    """Compiles forms for one tokenizer. An object belongs to one thread."""
+    """Compiles forms for one tokenizer, without the GIL. An object belongs to one thread; a Form goes to any other."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is one of transformers; raises FormError for one that isn't a fast one. Takes a second for a large
@@ -55,46 +55,70 @@ class Forms:
 
     def form(self, sampling: sampling_pb2.Sampling) -> Form:
         """What the output of one request has to be; raises FormError."""
-        matcher = self._compiled(sampling.structured_output.SerializeToString(deterministic=True))
-        return Form(matcher, sampling.prompt_length, sampling.end_token_ids)
+        compiled = self._compiled(sampling.structured_output.SerializeToString(deterministic=True))
+        return Form(compiled, sampling.prompt_length, sampling.end_token_ids)
 
-    def _compile(self, serialized: bytes) -> LLMatcher:
-        grammar = _grammar(sampling_pb2.StructuredOutput.FromString(serialized))
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+    def _compile(self, serialized: bytes) -> _Compiled:
+        return _Compiled(self._tokenizer, _grammar(sampling_pb2.StructuredOutput.FromString(serialized)))
+
+
+class _Compiled:
+    """What the outputs of one form share: copies of a matcher have the states of its lexer in common, which become only more."""
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self.size: int = tokenizer.vocab_size
+        self.renew()
+
+    def renew(self) -> None:
+        """Forgets the states that outputs have led to; raises FormError."""
+        matcher = LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what can't begin shows here
         if matcher.is_error():
             problem = matcher.get_error()
             raise FormError("nothing is of this form" if problem.startswith("NoExtension") else _one_line(problem))
-        return matcher
+        self._matcher = matcher
+
+    def matcher(self) -> LLMatcher:
+        """One that has read nothing."""
+        return self._matcher.deep_copy()
 
 
 class Form:
     """The form of one request's output, asked row by row."""
 
-    def __init__(self, compiled: LLMatcher, prompt_length: int, end_token_ids: Any) -> None:
+    def __init__(self, compiled: _Compiled, prompt_length: int, end_token_ids: Any) -> None:
         self._compiled = compiled
         self._prompt_length = prompt_length
         self._end_ids = np.array(sorted(end_token_ids), dtype=np.uint32)
-        self._matcher = compiled.deep_copy()
+        self._matcher = compiled.matcher()
         self._read = np.empty(0, dtype=np.uint32)
         """The output that the matcher has read."""
+        self._dead_end: IdArray | None = None
+        """An output that the form is too complex to go on after."""
 
     def allowed_after(self, tokens: IdArray) -> NDArray[np.bool_] | None:
         """Which tokens may follow the prompt and the output `tokens`, [ids of the tokenizer]: an end token exactly where the
         output may end. None where no output begins like this, or it has ended: what follows there is of no account. All false
         where the form is too complex to go on with."""
         output = tokens[self._prompt_length :]
-        if np.isin(output, self._end_ids).any() or not self._follow(output):
+        if np.isin(output, self._end_ids).any():
             return None
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(packed, bitorder="little").view(np.bool_)
-        may_end = self._matcher.is_accepting()
-        if self._matcher.is_error():
+        if self._dead_end is None or _common(self._dead_end, output) < self._dead_end.size:
+            allowed = self._allowed() if self._follow(output) else None
+            if not self._matcher.is_error():
+                return allowed
+            # What met a limit may be what was asked before, or other outputs; now these tokens alone are read.
+            self._compiled.renew()
             self._start_afresh()
-            return np.zeros_like(allowed)
-        allowed[self._end_ids[self._end_ids < allowed.size]] = may_end
-        return allowed
+            allowed = self._allowed() if self._follow(output) else None
+            if not self._matcher.is_error():
+                return allowed
+            self._start_afresh()
+            self._dead_end = output.copy()
+        return np.zeros(self._compiled.size, dtype=np.bool_)
 
     def longest_run(self, tokens: IdArray, continuation: IdArray) -> int:
         """How many tokens of `continuation` may follow `tokens`, which are the prompt and the output so far."""
@@ -105,7 +129,7 @@ class Form:
         return continuation.size
 
     def _follow(self, output: IdArray) -> bool:
-        """Whether the form reads these tokens."""
+        """Whether the form reads these tokens. The matcher may be in error after it: the form is too complex to read them."""
         common = _common(self._read, output)
         if common < self._read.size and not self._matcher.rollback(self._read.size - common):
             self._start_afresh()
@@ -113,13 +137,19 @@ class Form:
         rest = output[common:]
         read = self._matcher.try_consume_tokens(rest.tolist()) if rest.size else 0
         self._read = output[: common + read].copy()
-        if self._matcher.is_error():
-            self._start_afresh()
-            return False
+        if read < rest.size:
+            self._matcher.compute_bitmask()  # where it was a limit that ended the reading, the error shows only now
         return read == rest.size
 
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Which tokens may follow those that were read; may leave the matcher in error."""
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(packed, bitorder="little", count=self._compiled.size).view(np.bool_)
+        allowed[self._end_ids[self._end_ids < allowed.size]] = self._matcher.is_accepting()
+        return allowed
+
     def _start_afresh(self) -> None:
-        self._matcher = self._compiled.deep_copy()
+        self._matcher = self._compiled.matcher()
         self._read = self._read[:0]
 
 

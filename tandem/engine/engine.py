@@ -3,6 +3,8 @@
 The engine lives in its step thread, which alone touches sessions, slots and the model. The methods for the event loop
 only post commands. Cancels and releases are commands too, so they take effect between steps: a slot is never handed on
 while a forward uses it.
+
+The form of an output is compiled beside that thread: it may take tens of milliseconds, which hold up its own session alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic
@@ -22,7 +25,7 @@ import torch
 from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.idle import AheadStats, IdleWork, SlotWork
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
-from tandem.engine.sampling_fields import params_of
+from tandem.engine.sampling_fields import has_form, params_of
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
 from tandem.engine.slot_ledger import SlotLedger
@@ -30,6 +33,7 @@ from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
 from tandem.engine.work import Step
+from tandem.sampling import SamplingParams
 from tandem.structured_output import Forms
 from tandem.v1 import worker_pb2
 
@@ -106,6 +110,8 @@ class Engine(Generic[JobT]):
         self._slots = SlotPool(for_sessions, reuse=reuse_prefixes)
         self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
         self._forms = forms
+        self._compiler = ThreadPoolExecutor(1, "forms")
+        """The thread that `forms` belongs to, if there are any."""
         self._idle = idle
         if idle is not None:
             self.stats.ahead = idle.stats
@@ -130,6 +136,7 @@ class Engine(Generic[JobT]):
     def stop(self) -> None:
         """Ends the step thread; what runs is dropped."""
         self._thread.stop(_STOP_SECONDS)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, stream: Stream, items: Sequence[WorkItem]) -> None:
         """Takes items; each is answered once through `stream.deliver`, unless the stream is closed first."""
@@ -151,6 +158,8 @@ class Engine(Generic[JobT]):
     async def admitted(self) -> None:
         """Waits until all items submitted so far are admitted or refused, and so no longer held as messages."""
         await self.call(_nothing)
+        await self._loop.run_in_executor(self._compiler, _nothing)
+        await self.call(_nothing)
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` in the step thread and waits for it; its exception is raised here."""
@@ -164,23 +173,44 @@ class Engine(Generic[JobT]):
         if stream.closed:
             return
         for item in items:
-            session = stream.sessions.get(item.request_id)
-            try:
-                self._admit(stream, item, session)
-            except ItemFault as fault:
-                self._fail(stream, item.request_id, item.cache_epoch, fault, session)
-            except Exception:
-                logger.exception(
-                    "admission failed", extra={"request_id": item.request_id, "cache_epoch": item.cache_epoch}
-                )
-                if session is not None:
-                    session.drop()
-                self._fail(stream, item.request_id, item.cache_epoch, _internal(), session)
+            if item.request_id in stream.held:
+                stream.held[item.request_id].append(item)
+            elif self._forms is not None and has_form(item):
+                self._hold(stream, item)
+            else:
+                self._admit_or_fail(stream, item, partial(params_of, item, None))
 
-    def _admit(self, stream: Stream, item: WorkItem, known: Session | None) -> None:
+    def _hold(self, stream: Stream, item: WorkItem) -> None:
+        """Compiles the item's form; what comes for its session meanwhile stays behind it."""
+        held = stream.held[item.request_id] = [item]
+        compiled = self._compiler.submit(params_of, item, self._forms)
+
+        def go_on() -> None:
+            if stream.held.get(item.request_id) is held:  # else the session was released, or the stream closed
+                del stream.held[item.request_id]
+                self._admit_or_fail(stream, item, compiled.result)
+                self._admit_all(stream, held[1:])
+
+        compiled.add_done_callback(lambda _: self._thread.post(go_on))
+
+    def _admit_or_fail(self, stream: Stream, item: WorkItem, params: Callable[[], SamplingParams]) -> None:
+        session = stream.sessions.get(item.request_id)
+        try:
+            self._admit(stream, item, session, params)
+        except ItemFault as fault:
+            self._fail(stream, item.request_id, item.cache_epoch, fault, session)
+        except Exception:
+            logger.exception("admission failed", extra={"request_id": item.request_id, "cache_epoch": item.cache_epoch})
+            if session is not None:
+                session.drop()
+            self._fail(stream, item.request_id, item.cache_epoch, _internal(), session)
+
+    def _admit(
+        self, stream: Stream, item: WorkItem, known: Session | None, params: Callable[[], SamplingParams]
+    ) -> None:
         session = known if known is not None else self._new_session(item)
         session.check_epoch(item.cache_epoch)
-        sampling = params_of(item, self._forms) if item.HasField("sampling") else session.sampling
+        sampling = params() if item.HasField("sampling") else session.sampling
         if sampling is None:
             raise invalid("sampling", "missing in the first item of the session")
         job = self._method.admit(item)
@@ -324,12 +354,10 @@ class Engine(Generic[JobT]):
     def _release_all(self, stream: Stream, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             session = stream.sessions.pop(request_id, None)
-            if session is None:
-                continue
-            job = self._end(session)
-            if job is not None:
-                fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
-                self._fail(stream, request_id, job.cache_epoch, fault, session)
+            job = self._end(session) if session is not None else None
+            fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
+            for ended in ([job] if job is not None else []) + stream.held.pop(request_id, []):
+                self._fail(stream, request_id, ended.cache_epoch, fault, session)
         self._seat_waiting()
         self._count_levels()
 
@@ -338,6 +366,7 @@ class Engine(Generic[JobT]):
         for session in stream.sessions.values():
             self._end(session)
         stream.sessions.clear()
+        stream.held.clear()
         self._answers.pop(stream, None)
         self._seat_waiting()
         self._count_levels()

@@ -18,6 +18,11 @@ def params_of(item: WorkItem, forms: Forms | None) -> SamplingParams:
         raise invalid("sampling", str(error)) from error
 
 
+def has_form(item: WorkItem) -> bool:
+    """Whether `params_of` takes long: a form is to be compiled."""
+    return item.HasField("sampling") and item.sampling.HasField("structured_output")
+
+
 def check_sampling(item: WorkItem, vocabulary_size: int) -> None:
     """Raises ItemFault INVALID_ARGUMENT if a row may be left without a token, in a vocabulary that may be smaller than the one
     that the orchestrator has checked it against."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.engine.job import WorkItem
 from tandem.engine.session import Session
 from tandem.engine.work import Work
 from tandem.v1 import worker_pb2
@@ -27,11 +28,13 @@ class Answer:
 
 
 class Stream:
-    """A namespace of sessions. The engine's thread owns `sessions`; `deliver` is called in the event loop."""
+    """A namespace of sessions. The engine's thread owns `sessions` and `held`; `deliver` is called in the event loop."""
 
-    __slots__ = ("closed", "deliver", "sessions")
+    __slots__ = ("closed", "deliver", "held", "sessions")
 
     def __init__(self, deliver: Callable[[Sequence[Answer]], None]) -> None:
         self.deliver = deliver
         self.sessions: dict[str, Session] = {}
+        self.held: dict[str, list[WorkItem]] = {}
+        """By session: an item whose form is being compiled, and what came behind it."""
         self.closed = False

@@ -17,6 +17,7 @@ from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
 from tandem.engine.feed import Feed
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.stream import Answer, Stream
+from tandem.structured_output import Forms
 from tandem.v1 import draft_pb2, sampling_pb2, target_pb2, worker_pb2
 from tandem.wire import PrefixDigest, encode_ids
 from target_service.verifier import Verifier
@@ -133,10 +134,11 @@ class Engines:
         reuse: bool = True,
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
+        forms: Forms | None = None,
         **limits: int,
     ) -> Engine[Any]:
         method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
-        return self._start(lm, method, limits, reuse=reuse, checked=checked, waiting=waiting)
+        return self._start(lm, method, limits, reuse=reuse, checked=checked, waiting=waiting, forms=forms)
 
     def draft(
         self,
@@ -167,6 +169,7 @@ class Engines:
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
         ahead: DraftAhead | None = None,
+        forms: Forms | None = None,
     ) -> Engine[Any]:
         engine = Engine(
             lm,
@@ -177,6 +180,7 @@ class Engines:
             waiting=waiting,
             reuse_prefixes=reuse,
             idle=ahead,
+            forms=forms,
             debug_invariants=checked,
         )
         engine.start()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
 
-from orchestrator.errors import Aborted, Unavailable
+from orchestrator.errors import Aborted, DeadEnd, NotFound, Overloaded, RequestFailed, Unavailable
 from orchestrator.request import GenerationPlan
 from orchestrator.session import STORE_FAULTS, Sessions, as_failure
 from orchestrator.session_store import SessionStore, StoreConfig
@@ -55,4 +56,31 @@ async def test_where_no_target_is_known_the_owner_is_left_alone(one_redis_server
     assert taken.ownership is not None
     await store.finish(taken.ownership, 1, api.GenerationFinish().SerializeToString())
     assert (await other.resume(resumption, "", no_target)).committed == wire.encode_ids([8])
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "kept"),
+    [
+        (Unavailable("away", "TARGET_UNAVAILABLE", 1.0), True),
+        (Aborted("taken over", "TAKEN_OVER"), True),
+        (Overloaded("unread", "READER_TOO_SLOW"), True),
+        (DeadEnd("too complex", "DEAD_END"), False),
+    ],
+)
+async def test_what_would_fail_again_is_not_kept(
+    one_redis_server: RedisServer, failure: RequestFailed, kept: bool
+) -> None:
+    """Not even for a caller that has resumed before."""
+    store = await SessionStore.connect(StoreConfig(url=one_redis_server.url, socket_timeout=30))
+    sessions, request_id = Sessions(store, "A", 60.0), f"failed-{failure.reason}"
+    plan, resumption = replace(PLAN, request_id=request_id), api.GenerateRequest(request_id=request_id, token_offset=0)
+    await sessions.create(plan, api.GenerateRequest(request_id=request_id, text="x"), "model", "")
+    session = await sessions.resume(resumption, "", lambda: None)
+    await sessions.abandon(session, may_return=True, failure=failure)
+    if kept:
+        assert (await sessions.resume(resumption, "", lambda: None)).ownership is not None
+    else:
+        with pytest.raises(NotFound):
+            await sessions.resume(resumption, "", lambda: None)
     await store.close()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 from transformers import AutoTokenizer
 
-from tandem import sampling
+from tandem import sampling, structured_output
 from tandem.sampling import SamplingParams, draft_tokens, target_rows
 from tandem.structured_output import FormError, Forms
 from tandem.v1 import sampling_pb2
@@ -67,6 +68,25 @@ def test_what_is_allowed_depends_on_the_tokens_alone(forms: Forms, wanted: dict[
             output.append(walk.randrange(SIZE))
         else:
             output.append(int(walk.choice(np.flatnonzero(found))))
+
+
+@pytest.mark.parametrize(("states", "dead"), [(1000, False), (400, True)])
+def test_a_form_too_complex_to_read_is_a_dead_end_by_the_tokens_alone(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, states: int, dead: bool
+) -> None:
+    """An automaton of 4,096 states, of which an output meets some: not to be taken for an output that has no such form."""
+    monkeypatch.setattr(structured_output, "_LIMITS", LLParserLimits(max_lexer_states=states))
+    forms, walk = Forms(tokenizer), random.Random(1)
+    wanted = message({"regex": "(a|b)*a(a|b){12}"})
+    output = walk.choices(tokenizer.convert_tokens_to_ids(["a", "b"]), k=400)
+    kept = forms.form(wanted)
+    for length in (*range(0, 400, 5), 0):
+        found, fresh = (each.allowed_after(ids(*output[:length])) for each in (kept, forms.form(wanted)))
+        assert found is not None, length
+        assert np.array_equal(found, fresh), length
+    found = kept.allowed_after(ids(*output))
+    assert found is not None
+    assert found.any() != dead
 
 
 def test_an_end_token_may_come_exactly_where_the_output_may_end(forms: Forms, tokenizer: Any) -> None:
