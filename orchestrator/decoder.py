@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from tandem import wire
-from tandem.acceptance import TargetRow, accept
+from tandem.acceptance import Outcome, TargetRow, accept
 from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
@@ -136,12 +136,10 @@ class Decoder:
         record.accept_began()
         draws = self._uniforms.at(length, len(block.drafted) + 1)
         pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
-        outcome = accept(block.drafted, scored.rows, pairs, block.look_ahead)
+        outcome = before_dead_end(accept(block.drafted, scored.rows, pairs, block.look_ahead), scored.rows)
         if bool(block.drafted) == bool(scored.choice.gamma):
             self._gamma.observe(outcome.expected_acceptance, scored.times)
         emitted = self._completion.take(outcome.token_ids, outcome.kinds)
-        if any(row.dead_end for row in scored.rows[: len(emitted)]):
-            raise DeadEnd("structured_output: it is too complex to go on with", "DEAD_END")
         if self._plan.sampling.logprobs:
             emitted = with_logprobs(emitted, block, scored.rows)
         self._log(record.accepted(block, outcome, emitted))
@@ -171,3 +169,14 @@ class Decoder:
         await self._store.commit(
             self._ownership, self._epoch - 1, length, finished_round.encoded, finished_round.record.recommitting
         )
+
+
+def before_dead_end(outcome: Outcome, rows: Sequence[TargetRow]) -> Outcome:
+    """The outcome up to a row where the output's form allows nothing, which the next round meets again; so what is emitted
+    doesn't depend on blocks. Raises DeadEnd where that is the first row."""
+    dead = next((index for index, row in enumerate(rows[: len(outcome.token_ids)]) if row.dead_end), None)
+    if dead is None:
+        return outcome
+    if dead == 0:
+        raise DeadEnd("structured_output: it is too complex to go on with", "DEAD_END")
+    return replace(outcome, token_ids=outcome.token_ids[:dead], kinds=outcome.kinds[:dead], accepted=dead)

@@ -12,7 +12,10 @@ import torch
 from llguidance import LLParserLimits
 from transformers import AutoTokenizer
 
+from orchestrator.decoder import before_dead_end
+from orchestrator.errors import DeadEnd
 from tandem import sampling, structured_output
+from tandem.acceptance import Outcome, TargetRow, TokenKind
 from tandem.sampling import SamplingParams, draft_tokens, target_rows
 from tandem.structured_output import FormError, Forms
 from tandem.v1 import sampling_pb2
@@ -182,3 +185,21 @@ def test_without_a_tokenizer_that_can_be_used_there_are_no_forms() -> None:
         Forms(object())
     with pytest.raises(ValueError, match="structured_output: this model's tokenizer"):
         SamplingParams.from_proto(message({"regex": "a"}))
+
+
+def test_tokens_before_a_dead_end_stand_whatever_the_block() -> None:
+    def row(*, dead_end: bool) -> TargetRow:
+        return TargetRow(np.empty(0), 1.0, 5, dead_end=dead_end)
+
+    kinds = [TokenKind.ACCEPTED, TokenKind.ACCEPTED, TokenKind.BONUS]
+    outcome = Outcome([1, 2, 3], kinds, accepted=2, expected_acceptance=[1.0, 1.0])
+    alive, dead = row(dead_end=False), row(dead_end=True)
+    assert before_dead_end(outcome, [alive, alive, alive]) is outcome
+    for count in (1, 2):
+        cut = before_dead_end(outcome, [alive] * count + [dead] * (3 - count))
+        assert (cut.token_ids, cut.kinds, cut.accepted) == (outcome.token_ids[:count], kinds[:count], count)
+    with pytest.raises(DeadEnd):
+        before_dead_end(outcome, [dead, alive, alive])
+    # What follows a rejection is of no account.
+    rejected = Outcome([7], [TokenKind.RECOVERED], accepted=0, expected_acceptance=[0.5])
+    assert before_dead_end(rejected, [alive, dead, dead]) is rejected
