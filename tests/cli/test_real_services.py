@@ -46,8 +46,10 @@ def test_up_and_generate(real):
 
 
 def test_a_broken_model_is_reported(real, tmp_path):
-    # `model` is a folder with an empty config.json.
-    code, _, err = real.run("up", TANDEM_TARGET_MODEL=str(tmp_path / "model"))
+    # `model` is a folder with an empty config.json. The tokenizer is another one's: else the orchestrator, which starts beside
+    # the target, may end first.
+    broken, tokenizer = str(tmp_path / "model"), str(MODELS / "tiny-target")
+    code, _, err = real.run("up", TANDEM_TARGET_MODEL=broken, TANDEM_TOKENIZER=tokenizer)
     assert code == 1
     assert "target exited with status" in err
     assert "TANDEM_TARGET_MODEL" in err

@@ -56,14 +56,14 @@ class LossyPipeline(ScriptPipeline):
 
     lose_next = False
 
-    async def _exchange(self, connection: AbstractConnection, calls: list[Any]) -> None:
+    async def _exchange(self, connection: AbstractConnection, calls: list[Any], asking: bool) -> None:
         if not self.lose_next:
-            await super()._exchange(connection, calls)
+            await super()._exchange(connection, calls, asking)
             return
         self.lose_next = False
         loop = asyncio.get_running_loop()
         ghosts = [redis_scripts._Call(call.script, call.packed, loop.create_future(), False) for call in calls]
-        await super()._exchange(connection, ghosts)
+        await super()._exchange(connection, ghosts, asking)
         for ghost in ghosts:
             ghost.reply.exception()  # seen, as far as the event loop is concerned
         raise redis.ConnectionError("the reply is lost")
