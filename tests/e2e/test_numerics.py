@@ -13,9 +13,8 @@ from tests.support.generation import generate_all, request
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
 
-NEAR_TIE = 0.3
-"""Of logits. bfloat16 resolves steps of 0.03 to 0.06 at the size of the tiny target's logits, 4 to 16, and what shares a batch with
-what is never the same twice: a few such steps on either side."""
+NEAR_TIE = 0.15
+"""Of logits. bfloat16 resolves steps of 0.03 to 0.06 at the size of the tiny target's logits, 4 to 16."""
 PROMPTS = 60
 TOKENS = 48
 
