@@ -169,6 +169,13 @@ class DraftAhead:
             row.clear()
         return drafted
 
+    def pass_over(self, session: Session) -> None:
+        """The session's item is answered from elsewhere: its guesses are for a prefix that is gone."""
+        self._answered.pop(session, None)
+        for row in self._rows:
+            if row.owner is session:
+                row.clear()
+
     def _hand_over(self, row: _Row, session: Session, drafted: int) -> bool:
         """False where copying failed: the session's slot then holds what it held, as far as its length says."""
         held = row.base + drafted - 1  # the last one drafted was not run

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tandem.engine.loading import ModelOptions
 
 NGRAM = "ngram"
+BOTH = "model+ngram"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +27,10 @@ class DraftConfig(WorkerSettings):
     method: str = choice(
         "TANDEM_DRAFT_METHOD",
         "model",
-        ("model", NGRAM),
-        help="model, or ngram: what followed the last tokens when they stood in the request before; that needs the "
-        "tokenizer and the config of TANDEM_DRAFT_MODEL, and no weights",
+        ("model", NGRAM, BOTH),
+        help="model; or ngram: what followed the last tokens when they stood in the request before; that needs the "
+        "tokenizer and the config of TANDEM_DRAFT_MODEL, and no weights; or model+ngram: for each block the one that is "
+        "expected to bring more",
     )
     layers: int = whole_number(
         "TANDEM_DRAFT_LAYERS",

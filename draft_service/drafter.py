@@ -23,15 +23,22 @@ from tandem.wire import IdArray
 class ProposeJob(Job):
     """A block under way."""
 
-    __slots__ = ("drafted", "outlooks", "wanted")
+    __slots__ = ("drafted", "from_ngram", "outlooks", "wanted")
 
     def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
         super().__init__(cache_epoch, block, rows=1)
         self.wanted = wanted
         """Tokens to draw, the look-ahead included."""
+        self.from_ngram = False
+        """Whether the block came from n-grams beside a model, which then has not read the prefix."""
         self.drafted: list[Drafted] = []
         self.outlooks: list[torch.Tensor] = []
         """What else was likely where each was drawn, [2, candidates], where it is of use for drafting ahead."""
+
+    @property
+    def held(self) -> int:
+        """The cache's tokens; for a block from n-grams all that are known, whether the model has read them or not."""
+        return self.session.tokens.length if self.from_ngram else self.session.cached_length
 
     @classmethod
     def of(cls, item: draft_pb2.ProposeItem, vocabulary_size: int, max_speculative_tokens: int) -> ProposeJob:
@@ -79,6 +86,11 @@ class ModelDrafter:
         job.session.tokens.extend(np.array([drafted.token_id for drafted in job.drafted], dtype=np.uint32))
         if len(job.drafted) == job.wanted:
             job.result = job.drafted
+
+    def pass_over(self, job: ProposeJob) -> None:
+        """The item is answered from elsewhere."""
+        if self._ahead is not None:
+            self._ahead.pass_over(job.session)
 
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""

@@ -1,14 +1,17 @@
-"""The ways to draft, by configuration: a causal language model, whole or its first layers, or n-grams without a model."""
+"""The ways to draft, by configuration: a causal language model, whole or its first layers, n-grams without a model, or both."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from draft_service.ahead import DraftAhead
-from draft_service.config import NGRAM, DraftConfig
+from draft_service.catch_up import CatchUp
+from draft_service.combined import CombinedDrafter
+from draft_service.config import BOTH, NGRAM, DraftConfig
 from draft_service.drafter import ModelDrafter
 from draft_service.ngram import NgramDrafter, TokensAlone
 from tandem.engine import loading
+from tandem.engine.draft_stats import DraftStats
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.worker_process import Prepared
 
@@ -23,13 +26,19 @@ def prepare(settings: DraftConfig) -> Prepared:
 def _model(settings: DraftConfig) -> Prepared:
     model = loading.load(settings.model_options())
     ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
+    stats = DraftStats()
     drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens, ahead)
     limits = StepLimits(
         short_feed=settings.max_speculative_tokens + 1,
         prefill_chunk=settings.prefill_chunk,
         forward_cost=model.forward_cost,
     )
-    return Prepared(model, drafter, limits, idle=ahead)
+    if settings.method != BOTH:
+        return Prepared(model, drafter, limits, idle=ahead, stats=stats)
+    ngram = NgramDrafter(model.vocabulary_size, settings.max_speculative_tokens)
+    both = CombinedDrafter(drafter, ngram, model.vocabulary_size, stats)
+    idle = CatchUp(settings.prefill_chunk, stats, ahead)
+    return Prepared(model, both, limits, idle=idle, stats=stats)
 
 
 def _ngram(settings: DraftConfig) -> Prepared:

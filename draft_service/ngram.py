@@ -69,14 +69,18 @@ class NgramDrafter:
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:  # noqa: ARG002 - there are none
         """Whole blocks at once."""
         for job in jobs:
-            prefix = job.session.tokens.view(0, job.session.prefix_length)
-            found = continuation(prefix, job.wanted)
-            if job.sampling.form is not None:
-                found = found[: job.sampling.form.longest_run(prefix, found)]
-            # An id beyond the vocabulary can stand in a prompt, but not in a proposal.
-            known = np.flatnonzero(found >= self._vocabulary_size)
-            job.drafted = [_certain(token_id) for token_id in found[: known[0] if known.size else None].tolist()]
+            job.drafted, _ = self.find(job)
             job.result = job.drafted
+
+    def find(self, job: ProposeJob) -> tuple[list[Drafted], int]:
+        """The block after the item's prefix, empty where nothing is found; and the length of the run that led to it."""
+        prefix = job.session.tokens.view(0, job.session.prefix_length)
+        found, run = look_up(prefix, job.wanted)
+        if job.sampling.form is not None:
+            found = found[: job.sampling.form.longest_run(prefix, found)]
+        # An id beyond the vocabulary can stand in a prompt, but not in a proposal.
+        known = np.flatnonzero(found >= self._vocabulary_size)
+        return [_certain(token_id) for token_id in found[: known[0] if known.size else None].tolist()], run
 
     def check(self, job: ProposeJob) -> None:
         """A block no longer than asked for, and nothing but the prefix in the cache."""
@@ -87,16 +91,16 @@ class NgramDrafter:
             check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)
 
 
-def continuation(token_ids: IdArray, count: int) -> IdArray:
-    """Up to `count` tokens that followed the latest earlier occurrence of the longest run that ends `token_ids`; empty
-    where there is none. Linear in their number."""
+def look_up(token_ids: IdArray, count: int) -> tuple[IdArray, int]:
+    """Up to `count` tokens that followed the latest earlier occurrence of the longest run that ends `token_ids`, and the
+    length of that run; nothing and 0 where there is none. Linear in their number."""
     for run in range(min(LONGEST_RUN, token_ids.size - 1), SHORTEST_RUN - 1, -1):
         windows = sliding_window_view(token_ids[:-1], run)
         places = np.flatnonzero((windows == token_ids[-run:]).all(axis=-1))
         if places.size:
             start = int(places[-1]) + run
-            return token_ids[start : start + count].copy()
-    return token_ids[:0]
+            return token_ids[start : start + count].copy(), run
+    return token_ids[:0], 0
 
 
 def _certain(token_id: int) -> Drafted:

@@ -22,6 +22,7 @@ from typing import Any, Generic
 
 import torch
 
+from tandem.engine.draft_stats import DraftStats
 from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.idle import AheadStats, IdleWork, SlotWork
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
@@ -82,6 +83,7 @@ class EngineStats:
     most_tokens: int = 0
     """Padded tokens that a forward of several items may have: falls where the memory turns out too small."""
     ahead: AheadStats = field(default_factory=AheadStats)
+    draft: DraftStats = field(default_factory=DraftStats)
 
 
 class Engine(Generic[JobT]):
@@ -483,7 +485,7 @@ class Engine(Generic[JobT]):
                 session.request_id,
                 job.cache_epoch,
                 job.result,
-                cached_length=session.cached_length,
+                cached_length=job.held,
                 work=job.work,
             )
         )

@@ -32,6 +32,11 @@ class SlotWork:
                 self._ledger.ran(feed)
         return logits
 
+    def read(self, feeds: Sequence[Feed]) -> None:
+        """Runs feeds whose logits nobody wants; returns once that is done, so that what fails in it fails here."""
+        self.forward(feeds)
+        self._lm.synchronize()
+
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Lets slot `target` hold what slot `source` holds for the tokens start to end."""
         self._lm.copy_tokens(source, target, start, end)
@@ -61,8 +66,8 @@ class AheadStats:
 
 
 class IdleWork(Protocol):
-    """Called by the step thread only. It must not raise, and touch no slot of a session outside of the method's own
-    calls."""
+    """Called by the step thread only. It must not raise, and write nothing to a session's slot but what belongs to the
+    session's own tokens."""
 
     @property
     def stats(self) -> AheadStats:

@@ -74,6 +74,8 @@ class ItemSpans:
             attributes["tandem.reused_tokens"] = answer.work.reused_tokens
         if answer.work is not None and answer.work.ahead:
             attributes["tandem.draft_ahead"] = answer.work.ahead
+        if answer.work is not None and answer.work.source:
+            attributes["tandem.draft_source"] = answer.work.source
         if answer.error is not None:
             return self._make(arrival, attributes, worker_pb2.ErrorReason.Name(answer.error.reason))
         attributes[self._vocabulary.result_attribute] = _length(answer.result)

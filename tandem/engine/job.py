@@ -58,6 +58,11 @@ class Job:
         """Tokens still to be run before there are logits."""
         return self.session.tokens.length - self.session.cached_length
 
+    @property
+    def held(self) -> int:
+        """Tokens that the next update may build on, for the answer."""
+        return self.session.cached_length
+
 
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 JobT = TypeVar("JobT", bound=Job)

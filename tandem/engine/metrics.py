@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from tandem.engine.draft_stats import DraftStats
     from tandem.engine.engine import EngineStats
     from tandem.engine.idle import AheadStats
 
@@ -57,6 +58,7 @@ class EngineCollector(Collector):
         )
         yield CounterMetricFamily("tandem_failed_forwards", "Forwards that raised", stats.failed_forwards)
         yield from _ahead(stats.ahead)
+        yield from _draft(stats.draft)
         yield CounterMetricFamily(
             "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations
         )
@@ -76,3 +78,21 @@ def _ahead(stats: AheadStats) -> Iterable[Metric]:
     yield CounterMetricFamily("tandem_draft_ahead_used_tokens", "Tokens of them that were asked for", stats.used_tokens)
     yield CounterMetricFamily("tandem_draft_ahead_forwards", "Forwards that drafted ahead", stats.forwards)
     yield CounterMetricFamily("tandem_draft_ahead_failures", "Such forwards that raised", stats.failed_forwards)
+
+
+def _draft(stats: DraftStats) -> Iterable[Metric]:
+    blocks = CounterMetricFamily("tandem_draft_blocks", "Blocks proposed, by their source", labels=["source"])
+    tokens = CounterMetricFamily(
+        "tandem_draft_tokens", "Tokens of blocks whose outcome is known, by source", labels=["source"]
+    )
+    accepted = CounterMetricFamily("tandem_draft_accepted_tokens", "How many of them stood", labels=["source"])
+    for source, each in stats.sources.items():
+        blocks.add_metric([source], each.blocks)
+        tokens.add_metric([source], each.tokens)
+        accepted.add_metric([source], each.accepted)
+    yield from (blocks, tokens, accepted)
+    yield CounterMetricFamily("tandem_draft_trials", "Blocks drafted to learn how a source does by now", stats.trials)
+    yield CounterMetricFamily(
+        "tandem_draft_read_tokens", "Tokens read after answers that were not the model's", stats.read_tokens
+    )
+    yield CounterMetricFamily("tandem_draft_failed_reads", "Such forwards that raised", stats.failed_reads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,7 @@ class Session:
         "_at_prefix",
         "cached_length",
         "epoch",
+        "notes",
         "prefix_length",
         "request_id",
         "salt",
@@ -84,6 +85,8 @@ class Session:
         self.prefix_length = 0
         self.sampling: SamplingParams | None = None
         self.tokens = TokenBuffer()
+        self.notes: Any = None
+        """What the method remembers of the request from one item to the next."""
         # Digests can only be extended, so two are kept: a round starts from the last prefix or, as a retry, from the
         # base before it. Any other base is hashed from the start.
         self._at_base = PrefixDigest()
@@ -100,6 +103,7 @@ class Session:
     def apply(self, update: worker_pb2.PrefixUpdate, block: int, context_length: int, embeddings: int) -> None:
         """Crops to base_length and appends the tokens, where they fit with a block of `block` tokens after them.
 
+        The base may lie beyond what the cache holds, as far as the tokens are known: what is not cached is run then.
         Raises ItemFault: INVALID_ARGUMENT and CONTEXT_EXCEEDED leave the session as it was, CACHE_MISS and
         PREFIX_DIVERGED empty it.
         """
@@ -115,10 +119,10 @@ class Session:
                 worker_pb2.ERROR_REASON_CONTEXT_EXCEEDED,
                 f"a prefix of {length} and a block of {block} tokens exceed the context of {context_length}",
             )
-        if base > self.cached_length:
-            held = self.cached_length
+        if base > self.tokens.length:
+            held = self.tokens.length
             self.drop()
-            raise ItemFault(worker_pb2.ERROR_REASON_CACHE_MISS, f"base_length {base}, but {held} tokens are cached")
+            raise ItemFault(worker_pb2.ERROR_REASON_CACHE_MISS, f"base_length {base}, but {held} tokens are held")
         self._append(base, token_ids, update.token_ids)
         if self._at_prefix.digest() != update.digest:
             self.drop()
@@ -147,7 +151,7 @@ class Session:
         self._at_prefix.append(encoded)
         self.tokens.crop(base)
         self.tokens.extend(token_ids)
-        self.cached_length = base
+        self.cached_length = min(self.cached_length, base)
         self.prefix_length = base + token_ids.size
 
     def _digest_at(self, length: int) -> PrefixDigest:

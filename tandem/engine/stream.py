@@ -21,7 +21,7 @@ class Answer:
     result: Any
     """The method's result; None if there is an error, or if a retry of the same item took its place."""
     cached_length: int = 0
-    """Tokens that the cache holds, for a result."""
+    """Tokens that the next update may build on, for a result."""
     error: worker_pb2.ItemError | None = None
     work: Work | None = None
     """None where the item was not admitted."""

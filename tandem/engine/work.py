@@ -43,6 +43,9 @@ class Work:
     ahead: str = ""
     """How a proposal fared with what was drafted ahead: chain, branch or miss; empty where there was nothing."""
 
+    source: str = ""
+    """Where a block came from, if the draft has more than one source: model or ngram."""
+
     def ran(self, began_ns: int, batch_size: int) -> None:
         """A forward is over."""
         if not self.steps:

@@ -18,6 +18,7 @@ from tandem.engine.worker import Loaded, WorkerSpec, WorkerState, serve
 from tandem.engine.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from tandem.engine.draft_stats import DraftStats
     from tandem.engine.engine import WaitingLimits
     from tandem.engine.idle import IdleWork
     from tandem.engine.job import Method
@@ -37,6 +38,8 @@ class Prepared:
     waiting: WaitingLimits | None = None
     """None: who finds no cache slot is refused."""
     idle: IdleWork | None = None
+    stats: DraftStats | None = None
+    """What the method counts, for the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ def main(worker: Worker[Any]) -> int:
             forms=prepared.model.forms,
             debug_invariants=settings.debug_invariants,
         )
+        if prepared.stats is not None:
+            engine.stats.draft = prepared.stats
         return Loaded(prepared.model, engine)
 
     prefix = f"TANDEM_{settings.role.upper()}"

@@ -1,4 +1,4 @@
-"""Drafts that are no model of their own: the first layers of the target, and n-grams of the request itself."""
+"""Drafts that are no model of their own: n-grams of the request itself, and the first layers of the target beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
 
 TARGET = MODELS / "tiny-target"
-WAYS = {"ngram": {"TANDEM_DRAFT_METHOD": "ngram"}, "shallow": {"TANDEM_DRAFT_LAYERS": "1"}}
+WAYS = {
+    "ngram": {"TANDEM_DRAFT_METHOD": "ngram"},
+    "shallow+ngram": {
+        "TANDEM_DRAFT_METHOD": "model+ngram",
+        "TANDEM_DRAFT_LAYERS": "1",
+        "TANDEM_DRAFT_AHEAD_ROWS": "4",
+    },
+}
 GAMMAS: dict[str, dict[str, Any]] = {
     **{str(gamma): {"num_speculative_tokens": gamma} for gamma in (0, 1, 2, 5, 8)},
     "auto": {"adaptive_speculative_tokens": True},

@@ -11,10 +11,15 @@ import numpy as np
 import torch
 
 from draft_service.ahead import DraftAhead
+from draft_service.catch_up import CatchUp
+from draft_service.combined import CombinedDrafter
 from draft_service.drafter import ModelDrafter
+from draft_service.ngram import NgramDrafter
 from tandem.engine.causal_lm import CausalLM
+from tandem.engine.draft_stats import DraftStats
 from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
 from tandem.engine.feed import Feed
+from tandem.engine.idle import IdleWork
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.stream import Answer, Stream
 from tandem.structured_output import Forms
@@ -152,6 +157,16 @@ class Engines:
         drafter = ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead)
         return self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
 
+    def both(self, lm: CausalLM, *, ahead: DraftAhead | None = None, chunk: int = 256) -> Engine[Any]:
+        """A draft that has a model and n-grams."""
+        stats = DraftStats()
+        model = ModelDrafter(lm.padded_vocabulary_size, 64, MAX_GAMMA, ahead)
+        ngram = NgramDrafter(lm.padded_vocabulary_size, MAX_GAMMA)
+        method = CombinedDrafter(model, ngram, lm.padded_vocabulary_size, stats)
+        engine = self._start(lm, method, {"prefill_chunk": chunk}, ahead=CatchUp(chunk, stats, ahead))
+        engine.stats.draft = stats
+        return engine
+
     def custom(self, lm: CausalLM, method: Any, *, waiting: WaitingLimits = NO_WAITING, **limits: int) -> Engine[Any]:
         return self._start(lm, method, limits, waiting=waiting)
 
@@ -168,7 +183,7 @@ class Engines:
         reuse: bool = True,
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
-        ahead: DraftAhead | None = None,
+        ahead: IdleWork | None = None,
         forms: Forms | None = None,
     ) -> Engine[Any]:
         engine = Engine(
@@ -254,7 +269,8 @@ async def speculative(
             )
             assert reason(answer) == "", answer.error
             drafted = [check_drafted(each.token_id, each.support_ids, each.q, 1 << 32) for each in answer.result]
-            assert answer.cached_length == len(tokens) + len(drafted) - 1
+            # The last token of a block is not run; n-grams' are held without being run.
+            assert len(tokens) + len(drafted) - answer.cached_length in (0, 1)
         verdict = await target.ask(
             verify_item(
                 request_id,
@@ -271,7 +287,7 @@ async def speculative(
         outcome = accept(
             drafted[:gamma],
             verdict.result,
-            [(row[Lane.ACCEPT], row[Lane.RESIDUAL]) for row in drawn],
+            [(row[Lane.ACCEPT], row[Lane.RESIDUAL]) for row in drawn[: len(drafted[:gamma]) + 1]],
             drafted[gamma] if len(drafted) > gamma else None,
         )
         common = len(tokens) + outcome.accepted

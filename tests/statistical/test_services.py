@@ -248,12 +248,13 @@ def test_coupled_output_is_that_of_plain_decoding_with_look_ahead(look_ahead_add
     assert min(found.values()) > ALPHA, found
 
 
-def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws: Laws) -> None:
+def test_the_law_is_the_targets_while_the_draft_works_ahead_and_has_ngrams(tmp_path: Path, laws: Laws) -> None:
     """Few requests at a time: a busy draft doesn't work ahead. That blocks are the same with it and without is proved
     token for token in tests/engine/test_ahead.py."""
     metrics = f"127.0.0.1:{free_port()}"
     options = {
         "TANDEM_DRAFT_AHEAD_ROWS": "6",
+        "TANDEM_DRAFT_METHOD": "model+ngram",
         "TANDEM_DRAFT_METRICS_LISTEN": metrics,
         "TANDEM_LOOK_AHEAD": "true",
         "TANDEM_DRAFT_SUPPORT_SIZE": "4",
@@ -266,6 +267,7 @@ def test_the_law_is_the_targets_while_the_draft_works_ahead(tmp_path: Path, laws
     assert min(found.values()) > ALPHA, found
     for outcome in ("chain", "branch"):
         assert float(counts[f'tandem_draft_ahead_items_total{{outcome="{outcome}"}}']) > 20
+    assert float(counts['tandem_draft_blocks_total{source="ngram"}']) > 20
 
 
 def test_coupled_output_depends_on_the_seed_alone(address: str) -> None:

@@ -205,6 +205,7 @@ LABELS: dict[tuple[str, str], Container[str]] = {
         error.__name__ for error in (AlreadyExists, EpochConflict, FencedOff, StateLost, StoreFull, StoreUnavailable)
     },
     ("tandem_draft_ahead_items", "outcome"): {"chain", "branch", "miss"},
+    **{(f"tandem_draft_{each}", "source"): {"model", "ngram"} for each in ("blocks", "tokens", "accepted_tokens")},
     ("tandem_trace_spans", "fate"): {"exported", "failed", "dropped"},
     ("tandem_build_info", "service"): {"orchestrator", "draft", "target"},
     ("tandem_build_info", "version"): {metadata.version("tandem-decoding")},

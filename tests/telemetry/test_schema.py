@@ -88,7 +88,8 @@ def worked(memory: Memory, traceparents: list[str]) -> None:
         spans.received(
             [item(request_id="seen", cache_epoch=i, traceparent=each) for i, each in enumerate(traceparents)]
         )
-        work = Work(prefill_tokens=1, reused_tokens=2, ahead="chain" if vocabulary is DRAFT else "")
+        of_draft = {"ahead": "chain", "source": "model"} if vocabulary is DRAFT else {}
+        work = Work(prefill_tokens=1, reused_tokens=2, **of_draft)
         work.ran(1, 1)
         work.took(Step(1, items=1, tokens=3, seconds=1e-6))
         refusal = worker_pb2.ItemError(reason=worker_pb2.ERROR_REASON_CACHE_MISS)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from draft_service.config import DraftConfig
 from draft_service.methods import prepare
-from draft_service.ngram import continuation
+from draft_service.ngram import look_up
 from tandem import config, model_info
 from tandem.acceptance import TargetRow, accept, check_drafted
 from tandem.randomness import Lane, uniforms
@@ -46,7 +46,9 @@ def ids(*values: int) -> NDArray[np.uint32]:
 def test_the_block_is_what_followed_the_same_run_before(
     tokens: tuple[int, ...], count: int, expected: tuple[int, ...]
 ) -> None:
-    assert continuation(ids(*tokens), count).tolist() == list(expected)
+    found, run = look_up(ids(*tokens), count)
+    assert found.tolist() == list(expected)
+    assert (run > 0) == bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def _generate(transitions: NDArray[np.float64], tokens: int, *, strict: bool) ->
         context = np.array(text[-16:], dtype=np.uint32)
         block = [
             check_drafted(int(token), ids(int(token)), np.ones(1, dtype=np.float32), VOCABULARY)
-            for token in continuation(context, 3)
+            for token in look_up(context, 3)[0]
         ]
         rows = []
         last = text[-1]
