@@ -191,8 +191,11 @@ def _models(options: argparse.Namespace) -> Iterator[ModelPair]:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from . import plots  # it needs matplotlib, and nothing else does
-
+    try:
+        from . import plots  # it needs matplotlib, and nothing else does
+    except ModuleNotFoundError as error:
+        print(f"error: plots need the extra `bench`: {error}", file=sys.stderr)
+        return 1
     results: dict[str, Any] = {}
     for file in options.files:
         results |= json.loads(file.read_text())

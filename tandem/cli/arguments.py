@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 AUTO = "auto"
 
@@ -23,7 +24,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="complete a prompt and stream the text", allow_abbrev=False))
     _add_trace(commands.add_parser("trace", help="draw the rounds of a traced request", allow_abbrev=False))
     _add_chat(commands.add_parser("chat", help="talk with the model in the terminal", allow_abbrev=False))
+    commands.add_parser("bench", help="measure; `bench --help` lists the measurements", add_help=False)
     return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What was asked for. All that follows `bench` is the measurements' own, also what begins with a dash."""
+    if arguments[:1] == ["bench"]:
+        return argparse.Namespace(command="bench", arguments=list(arguments[1:]))
+    return build_parser().parse_args(arguments)
 
 
 def _add_home(parser: argparse.ArgumentParser) -> None:

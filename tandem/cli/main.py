@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from tandem.cli.arguments import build_parser
+from tandem.cli.arguments import parse
 from tandem.cli.errors import BROKEN_PIPE, INTERRUPTED, CliError
 
 # What a missing extra looks like: the orchestrator's installation has `generate`, but no progress bars.
@@ -21,7 +21,7 @@ _CLI_EXTRA = ("rich",)
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    parsed = build_parser().parse_args(arguments)
+    parsed = parse(sys.argv[1:] if arguments is None else list(arguments))
     end_by_exception()
     try:
         return _run(parsed, os.environ if environment is None else environment)

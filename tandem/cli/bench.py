@@ -1,0 +1,28 @@
+"""`tandem bench`: the measurements. They are no part of the installed package but of the repository, beside it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import tandem
+from tandem.cli.errors import CliError
+
+
+def run(arguments: argparse.Namespace, _environment: Mapping[str, str]) -> int:
+    """Does what `python -m bench` does in the repository, wherever it is called; raises CliError where there is none."""
+    repository = Path(tandem.__file__).resolve().parents[1]
+    if not (repository / "bench" / "__main__.py").is_file():
+        raise CliError(
+            "`tandem bench` needs a checkout of the repository, which has the measurements and their models: there, `make bench`"
+        )
+    sys.path.insert(0, str(repository))
+    try:
+        bench = importlib.import_module("bench.__main__")
+    except ModuleNotFoundError as error:
+        raise CliError(f"`tandem bench` needs the extras `worker` and `cli`: {error}") from error
+    code: int = bench.main(arguments.arguments)
+    return code
