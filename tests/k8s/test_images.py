@@ -20,8 +20,8 @@ PACKAGES = '{{index .Labels "tandem.packages"}}'
 
 pytestmark = [
     pytest.mark.skipif(
-        "TANDEM_CHECK_IMAGES" not in os.environ,
-        reason="the images were neither built nor played: make check-images does",
+        not os.environ.get("TANDEM_CHECK_IMAGES"),
+        reason="the images were neither built nor played: make check-images does, and CI where a container runs",
     ),
     pytest.mark.timeout(600),
 ]
