@@ -33,6 +33,34 @@ class Call(Protocol):
         """Sends one response; returns late where the caller reads late."""
 
 
+class CallAround:
+    """A call that passes on to another one what a subclass doesn't change."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    @property
+    def may_return(self) -> bool:
+        """As the call has it."""
+        return self._call.may_return
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """Those of the call."""
+        return self._call.metadata()
+
+    def certificate_name(self) -> str:
+        """That of the call."""
+        return self._call.certificate_name()
+
+    def seconds_left(self) -> float | None:
+        """Those of the call."""
+        return self._call.seconds_left()
+
+    async def write(self, response: api.GenerateResponse) -> None:
+        """To the call."""
+        await self._call.write(response)
+
+
 class GrpcCall:
     """Over gRPC."""
 

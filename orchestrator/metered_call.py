@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tandem.v1 import orchestrator_pb2 as api
 
-from .call import Call
+from .call import Call, CallAround
 
 
-class MeteredCall:
+class MeteredCall(CallAround):
     """Tells `spend` of the tokens of each response before it is sent. Those that are sent again were paid for."""
 
     def __init__(self, call: Call, spend: Callable[[int], None]) -> None:
-        self._call = call
+        super().__init__(call)
         self._spend = spend
-
-    @property
-    def may_return(self) -> bool:
-        """As the call has it."""
-        return self._call.may_return
-
-    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        """Those of the call."""
-        return self._call.metadata()
-
-    def certificate_name(self) -> str:
-        """That of the call."""
-        return self._call.certificate_name()
-
-    def seconds_left(self) -> float | None:
-        """Those of the call."""
-        return self._call.seconds_left()
 
     async def write(self, response: api.GenerateResponse) -> None:
         """Counts, and sends."""

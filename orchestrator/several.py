@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 import grpc
@@ -12,7 +12,7 @@ import grpc
 from tandem.randomness import completion_seed
 from tandem.v1 import orchestrator_pb2 as api
 
-from .call import Call
+from .call import Call, CallAround
 from .errors import RequestFailed
 from .request import GenerationPlan
 
@@ -43,11 +43,11 @@ def request_of(request: api.GenerateRequest, plan: GenerationPlan, index: int) -
     return alone
 
 
-class SharedCall:
+class SharedCall(CallAround):
     """One call for the responses of all completions, one at a time."""
 
     def __init__(self, call: Call, completions: int) -> None:
-        self._call = call
+        super().__init__(call)
         self._unfinished = completions
         self._completion_tokens = 0
         self._writing = asyncio.Lock()
@@ -61,18 +61,6 @@ class SharedCall:
     def may_return(self) -> bool:
         """As the one call has it, but where it was refused: what was begun for it is of no use to anybody."""
         return self._call.may_return and not self._refused
-
-    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        """Those of the one call."""
-        return self._call.metadata()
-
-    def certificate_name(self) -> str:
-        """That of the one call."""
-        return self._call.certificate_name()
-
-    def seconds_left(self) -> float | None:
-        """Those of the one call."""
-        return self._call.seconds_left()
 
     async def write(self, response: api.GenerateResponse) -> None:
         """Sends a response; the last finish gets the usage of all."""
@@ -104,27 +92,14 @@ class SharedCall:
             raise
 
 
-class _CallOfOne:
+class _CallOfOne(CallAround):
     def __init__(self, shared: SharedCall, index: int) -> None:
-        self._shared = shared
+        super().__init__(shared)
         self._index = index
-
-    @property
-    def may_return(self) -> bool:
-        return self._shared.may_return
-
-    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return self._shared.metadata()
-
-    def certificate_name(self) -> str:
-        return self._shared.certificate_name()
-
-    def seconds_left(self) -> float | None:
-        return self._shared.seconds_left()
 
     async def write(self, response: api.GenerateResponse) -> None:
         response.index = self._index
-        await self._shared.write(response)
+        await super().write(response)
 
 
 def _first(failures: BaseExceptionGroup[RequestFailed]) -> RequestFailed:
