@@ -94,12 +94,13 @@ clean: ## remove what was generated, but not the models
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Python compiles what is imported at its first import; pip would compile all 16,000 files, for a minute.
 $(INSTALL): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Tandem needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned packages into $(VENV); the first time this takes a few minutes"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[worker,cli,proto,bench,dev]'
 	@touch $@
 
