@@ -1,7 +1,7 @@
 """The draft's side of a round: a block of proposed tokens, or an empty one when the draft can't give it.
 
 The draft is optional. Whatever goes wrong with it (slow, gone, out of room, wrong) degrades the round to plain decoding,
-with a reason that is counted and logged; the request tries again after a while.
+with a reason that is counted and logged; the request tries again after a while. One that is late is first asked for less.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tandem import wire
 from tandem.acceptance import DraftContractError, Drafted, check_block, check_drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
+from .block_limit import BlockLimit
 from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
@@ -106,6 +107,8 @@ class Drafting:
         self._pool = pool
         self._block_length = 0
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
+        self._limit = BlockLimit()
+        self._asks_for_less = False
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
         self.ordinary = False
@@ -142,9 +145,17 @@ class Drafting:
     def _check_standing(self) -> None:
         if self._standing is None:
             return
-        if self._standing.final or time.monotonic() < self._resume_at:
+        if self._standing.final or not (time.monotonic() >= self._resume_at or self._may_ask_for_less):
             raise _Degraded(self._standing.reason, final=self._standing.final)
         self._standing = None
+
+    @property
+    def _may_ask_for_less(self) -> bool:
+        """Whether a draft that was late with its last block has answered after all: it lives, and may manage a shorter one."""
+        if self._late is None or not self._asks_for_less:
+            return False
+        answer, _ = self._late
+        return answer.done() and not answer.cancelled() and answer.exception() is None
 
     def _degrade(self, degraded: _Degraded, epoch: int, record: RoundRecorder) -> None:
         record.degraded(degraded.reason, newly=self._standing is None)
@@ -185,7 +196,7 @@ class Drafting:
     def _move(self) -> bool:
         """Gives the seat up, with whatever it is still owed; whether there is another."""
         moves = self._session.can_move
-        self._late = None
+        self._late, self._limit = None, BlockLimit()
         self._session.leave()
         return moves
 
@@ -196,7 +207,7 @@ class Drafting:
             record.rebuilding("draft", "REPLICA_LEAVING")
         for attempt in (1, 2):
             try:
-                return await self._ask_once(prefix, epoch, gamma, record.traceparent)
+                return await self._ask_once(prefix, epoch, gamma, record)
             except ItemFailed as failed:
                 self._session.forget()
                 if attempt == 1 and failed.reason in _REBUILD_REASONS:
@@ -211,7 +222,7 @@ class Drafting:
                 raise _Degraded("draft_invalid", str(lie), blame=_Blame.PROOF) from lie
         raise AssertionError("the second attempt returns or raises")
 
-    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, traceparent: str) -> Block:
+    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         replica = self._session.seat()
         if replica is None or replica.info is None:
             raise _Degraded(
@@ -221,6 +232,7 @@ class Drafting:
         if gamma < 1:
             self._session.leave()
             raise _Degraded("draft_context", "the draft's context is full", final=True)
+        wanted, gamma = gamma, self._limit.of(gamma)
         opened = self._session.opened
         item = draft_pb2.ProposeItem(
             request_id=self._session.request_id,
@@ -229,24 +241,49 @@ class Drafting:
             sampling=None if opened else self._sampling,
             num_speculative_tokens=gamma,
             look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
-            traceparent=traceparent,
+            traceparent=record.traceparent,
             cache_salt="" if opened else self._cache_salt,
         )
         try:
             proposal = await replica.submit(item, self._policy.timeout)
         except AnswerLate as late:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
-            self._late = (late.answer, prefix.length)
-            raise _Degraded(
-                "draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=self._blame_for_time(prefix)
-            ) from None
+            self._late, blame = (late.answer, prefix.length), self._blame_for_time(prefix)
+            self._asks_for_less = blame is _Blame.STRIKE and self._shorten(gamma, epoch, record)
+            raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
         declined = proposal.declined and not proposal.tokens
         block = DECLINED if declined else self._checked(proposal, gamma, item.look_ahead)
         replica.bench.answered()
+        if block is not DECLINED:
+            self._in_time(gamma, wanted, epoch, record)
         return block
+
+    def _shorten(self, asked: int, epoch: int, record: RoundRecorder) -> bool:
+        """A block was late; whether a shorter one is worth asking for."""
+        limit = self._limit.late(asked)
+        if limit:
+            record.shortened(limit)
+            self._log_limit("it was late", limit, epoch, record)
+        return limit > 0
+
+    def _in_time(self, asked: int, wanted: int, epoch: int, record: RoundRecorder) -> None:
+        if asked < wanted:
+            record.short(asked)
+        longer = self._limit.in_time(asked, wanted)
+        if longer is not None:
+            record.lengthened(longer)
+            self._log_limit("it keeps its time", longer, epoch, record)
+
+    def _log_limit(self, why: str, limit: int, epoch: int, record: RoundRecorder) -> None:
+        log.info(
+            "the draft is asked for blocks of up to %d tokens: %s",
+            limit,
+            why,
+            extra={"request_id": self._session.request_id, "trace_id": record.trace_id, "cache_epoch": epoch},
+        )
 
     def _blame_for_time(self, prefix: Prefix) -> _Blame:
         """One that has much to read may take its time."""

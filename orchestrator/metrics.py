@@ -33,6 +33,7 @@ _GAMMAS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 ROUND_OUTCOMES = ("plain", "degraded", "rejected", "accepted")
 BENCH_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_collapsed")
 DEGRADED_REASONS = (*BENCH_REASONS, "draft_context", "draft_refused")
+LIMIT_DIRECTIONS = ("shorter", "longer")
 ROLES = ("draft", "target")
 GAMMA_REASONS = ("best", "trial", "unknown_cost")
 
@@ -106,6 +107,18 @@ class Metrics:
             "tandem_draft_benchings", "Draft replicas left alone for a while", ["reason"], registry=registry
         )
         self._benchings = {reason: benchings.labels(reason=reason) for reason in BENCH_REASONS}
+        limits = Counter(
+            "tandem_block_limits",
+            "Times that a request's blocks were made shorter since the draft was late, or longer again",
+            ["direction"],
+            registry=registry,
+        )
+        self._block_limits = {direction: limits.labels(direction=direction) for direction in LIMIT_DIRECTIONS}
+        self._shortened = Counter(
+            "tandem_shortened_rounds",
+            "Rounds with a shorter block than wanted, after the draft was late",
+            registry=registry,
+        )
         rebuilds = Counter(
             "tandem_cache_rebuilds", "Caches rebuilt from the tokens so far", ["role"], registry=registry
         )
@@ -218,6 +231,14 @@ class Metrics:
     def draft_benched(self, reason: str) -> None:
         """A draft replica is left alone for a while."""
         self._benchings[reason].inc()
+
+    def block_limited(self, direction: str) -> None:
+        """A request's blocks become shorter, or longer again."""
+        self._block_limits[direction].inc()
+
+    def shortened(self) -> None:
+        """A round has a shorter block than wanted."""
+        self._shortened.inc()
 
     def rescored(self) -> None:
         """The target is asked again for a round."""

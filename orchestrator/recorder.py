@@ -137,6 +137,7 @@ class RequestRecorder:
             "expected_accepted_tokens": round(statistics.expected_accepted, 3),
             "rebuilds": statistics.rebuilds or None,
             "degraded": dict(statistics.degraded) or None,
+            "shortened_rounds": statistics.shortened_rounds or None,
             "benched_drafts": statistics.benched_drafts or None,
             "queue_seconds": _rounded(self._queue_seconds),
             "time_to_first_token_seconds": _rounded(statistics.time_to_first_token or None),
@@ -193,6 +194,26 @@ class RoundRecorder:
         self._request.metrics.draft_benched(reason)
         if self._trace is not None:
             self._trace.event("tandem.bench", reason=reason)
+
+    def shortened(self, limit: int) -> None:
+        """The draft was late, and is asked for at most so many tokens from now on."""
+        self._limited("shorter", limit)
+
+    def lengthened(self, limit: int) -> None:
+        """The draft keeps its time with short blocks, and is asked for up to so many tokens again."""
+        self._limited("longer", limit)
+
+    def _limited(self, direction: str, limit: int) -> None:
+        self._request.metrics.block_limited(direction)
+        if self._trace is not None:
+            self._trace.event("tandem.block_limit", limit=limit, direction=direction)
+
+    def short(self, asked: int) -> None:
+        """The round has a block of up to so many tokens, where a longer one was wanted."""
+        self._request.statistics.shortened_rounds += 1
+        self._request.metrics.shortened()
+        if self._trace is not None:
+            self._trace.limited(asked)
 
     def rebuilding(self, role: str, reason: str) -> None:
         """The worker's cache is not what it should be, and is filled again."""

@@ -133,7 +133,11 @@ class RoundTrace:
             }
         )
 
-    def event(self, name: str, **attributes: str) -> None:
+    def limited(self, limit: int) -> None:
+        """A longer block was wanted."""
+        self._span.set_attribute("tandem.block_limit", limit)
+
+    def event(self, name: str, **attributes: str | int) -> None:
         """Something out of the ordinary."""
         self._span.add_event(name, {f"tandem.{key}": value for key, value in attributes.items()})
 

@@ -21,6 +21,8 @@ class RoundStatistics:
     degraded: dict[str, int] = field(default_factory=dict)
     rebuilds: int = 0
     benched_drafts: int = 0
+    shortened_rounds: int = 0
+    """Whose block was shorter than wanted, since the draft had been late."""
     completion_tokens: int = 0
     estimates: int = 0
     estimated_speedup: float = 0.0
@@ -55,6 +57,11 @@ class RoundStatistics:
         self.completion_tokens += tokens
         if self.first_token is None:
             self.first_token = time.monotonic()
+
+    @property
+    def degraded_reasons(self) -> list[str]:
+        """Of the rounds without a block, and of those with a shorter one."""
+        return sorted([*self.degraded, *(["draft_shortened"] if self.shortened_rounds else [])])
 
     @property
     def drafted(self) -> int:

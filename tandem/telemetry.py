@@ -24,6 +24,7 @@ REQUEST_FIELDS = (
     "expected_accepted_tokens",
     "rebuilds",
     "degraded",
+    "shortened_rounds",
     "benched_drafts",
     "queue_seconds",
     "time_to_first_token_seconds",

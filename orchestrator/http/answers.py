@@ -124,6 +124,7 @@ class _Choice:
             "accepted_tokens": stats.accepted_tokens,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "degraded_reasons": list(stats.degraded_reasons),
+            "shortened_rounds": stats.shortened_rounds,
             "time_to_first_token_seconds": stats.time_to_first_token_seconds,
             "total_seconds": stats.total_seconds,
         }

@@ -144,6 +144,7 @@ def _to_speculation(stats: orchestrator_pb2.SpeculationStats) -> Speculation:
         degraded_rounds=stats.degraded_rounds,
         degraded_reasons=tuple(stats.degraded_reasons),
         benched_drafts=stats.benched_drafts,
+        shortened_rounds=stats.shortened_rounds,
         rebuilds=stats.rebuilds,
         time_to_first_token_seconds=stats.time_to_first_token_seconds,
         total_seconds=stats.total_seconds,

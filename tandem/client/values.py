@@ -139,6 +139,7 @@ class Speculation:
     time_to_first_token_seconds: float
     total_seconds: float
     expected_speedup: float = 0.0
+    shortened_rounds: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from orchestrator.replica_pool import ReplicaPool
 from orchestrator.worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
 from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
+from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED as COUPLED
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
 from tests.engine.harness import propose_item, sampled, verify_item
 from tests.support.generation import Generation, generate, paced_channel, request
@@ -401,10 +402,61 @@ def test_a_draft_that_lies(lied_to: grpc.Channel, draft: LyingWorker, truth: tup
         assert expected in reasons
         assert generation.speculation.degraded_rounds > 0
     else:
-        assert reasons <= {"draft_timeout"}  # a slow machine
+        assert reasons <= {"draft_timeout", "draft_shortened"}  # a slow machine
     if name == "a longer cache":
         # What the draft claims is believed as far as it can be true, and its CACHE_MISS mends the rest.
         assert generation.speculation.rebuilds <= generation.speculation.rounds
+
+
+class _LateWithLongBlocks:
+    """A lie that keeps back the first `count` blocks of more than one token until their rounds go on without them."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._verified = 0
+        self._heard = threading.Condition()
+
+    def verifies(self, batch: target_pb2.VerifyBatch) -> None:
+        """To be told of what the target is asked for."""
+        with self._heard:
+            self._verified += len(batch.items)
+            self._heard.notify_all()
+
+    def __call__(self, batch: draft_pb2.ProposalBatch) -> Iterable[draft_pb2.ProposalBatch]:
+        if self._left and any(len(item.proposal.tokens) > 1 for item in batch.items):
+            self._left -= 1
+            with self._heard:
+                before = self._verified
+                assert self._heard.wait_for(lambda: self._verified > before, 60)
+        yield batch
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 5, "acceptance_method": COUPLED}])
+def test_a_draft_that_is_late_is_asked_for_shorter_blocks_and_for_longer_ones_again(
+    lied_to: grpc.Channel,
+    liars: dict[str, LyingWorker],
+    draft: LyingWorker,
+    channel: grpc.Channel,
+    fields: dict[str, Any],
+) -> None:
+    fields = {**CANARY, "max_tokens": 120, **fields}
+    truth = generate(channel, PROMPT, **{**fields, "num_speculative_tokens": 0}).seen
+    deadline = time.monotonic() + 60
+    while True:
+        draft.lie = lie = _LateWithLongBlocks(2)
+        liars["target"].heard = lie.verifies
+        try:
+            result = generate(lied_to, PROMPT, **{**fields, "num_speculative_tokens": 5})
+        finally:
+            liars["target"].heard = lambda batch: None
+        assert result.seen == truth
+        stats = result.speculation
+        assert {"draft_timeout", "draft_shortened"} <= set(stats.degraded_reasons)
+        assert stats.degraded_rounds >= 2
+        # At 5, then at 2: four blocks of 1, of 2 and of 4 tokens, and whole ones again; where none is late by itself.
+        if stats.shortened_rounds == 12 and len(stats.draft_tokens_per_position) == 5:
+            return
+        assert time.monotonic() < deadline, stats
 
 
 def test_a_draft_of_another_vocabulary_comes_back(

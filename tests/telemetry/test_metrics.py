@@ -17,6 +17,7 @@ from orchestrator.metrics import (
     BENCH_REASONS,
     DEGRADED_REASONS,
     GAMMA_REASONS,
+    LIMIT_DIRECTIONS,
     ROLES,
     ROUND_OUTCOMES,
 )
@@ -195,6 +196,7 @@ LABELS: dict[tuple[str, str], Container[str]] = {
     ("tandem_rounds", "outcome"): ROUND_OUTCOMES,
     ("tandem_degraded_rounds", "reason"): DEGRADED_REASONS,
     ("tandem_draft_benchings", "reason"): BENCH_REASONS,
+    ("tandem_block_limits", "direction"): LIMIT_DIRECTIONS,
     ("tandem_cache_rebuilds", "role"): ROLES,
     ("tandem_gamma_choices", "reason"): GAMMA_REASONS,
     ("tandem_expected_tokens_per_second", "rounds"): {"speculative", "plain"},
