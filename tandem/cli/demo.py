@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 
 from tandem.cli.completion import Completion, collect
+from tandem.cli.endpoint import open_client
 from tandem.cli.existing import usable_stack
 from tandem.cli.failure import calls_explained
 from tandem.cli.plan import plan_stack
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     text = arguments.prompt or PROMPT
     screen = _Screen(console, use_colour(arguments.colour, sys.stdout, environment))
-    with running_stack(settings, Progress(console)) as address, _calls(address) as client:
+    with running_stack(settings, Progress(console)) as address, _calls(address, environment) as client:
         options = _with_gamma(options_of(arguments), environment)
         _compare(client, prompt_of(arguments, text), text, options, arguments.timeout, screen)
     console.print(f"logs: {settings.logs}", markup=False)
@@ -69,8 +70,8 @@ def running_stack(settings: StackSettings, progress: Progress) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _calls(address: str) -> Iterator[TandemClient]:
-    with TandemClient(address) as client, calls_explained(address):
+def _calls(address: str, environment: Mapping[str, str]) -> Iterator[TandemClient]:
+    with open_client(address, environment) as client, calls_explained(address):
         yield client
 
 

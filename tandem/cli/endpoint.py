@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.cli.address import parse_address
+from tandem.cli.encryption import from_record
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.settings import DEFAULT_LISTEN, EXTERNAL_VARIABLES, listen_variable, stack_home
+from tandem.cli.stack import recorded_files
 from tandem.cli.state import StateFile
 from tandem.client import TandemClient
 from tandem.config import ConfigError
@@ -27,9 +29,13 @@ def orchestrator_address(flag: str | None, environment: Mapping[str, str]) -> st
 
 
 def open_client(address: str, environment: Mapping[str, str]) -> TandemClient:
-    """A client with the token and the certificates that the environment names."""
+    """A client with the token and the certificates that the environment names, else with those of what runs here."""
     try:
         tls = client_files(environment, "TANDEM_TLS_ORCHESTRATOR")
     except ConfigError as error:
         raise CliError(str(error), USAGE) from error
+    if not tls.ca:
+        state = StateFile(stack_home(environment)).load()
+        if state is not None and state.orchestrator_address == address:
+            tls = from_record(recorded_files(state), "orchestrator")
     return TandemClient(address, token=environment.get("TANDEM_TOKEN", ""), tls=tls)

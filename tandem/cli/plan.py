@@ -10,6 +10,7 @@ from typing import Literal
 
 from tandem.cli.address import Address
 from tandem.cli.embedded_redis import embedded_redis_command
+from tandem.cli.encryption import PLAIN_TEXT
 from tandem.cli.errors import CliError
 from tandem.cli.settings import (
     DEFAULT_MODELS,
@@ -19,6 +20,7 @@ from tandem.cli.settings import (
     listen_variable,
     model_variable,
 )
+from tandem.transport_security import ClientFiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Endpoint:
 
     kind: Literal["grpc", "redis"]
     addresses: tuple[str, ...]
+    tls: ClientFiles = PLAIN_TEXT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,9 +69,10 @@ def plan_stack(settings: StackSettings) -> StackPlan:
     """
     if "orchestrator" in settings.external:
         address = settings.external["orchestrator"][0]
-        return StackPlan((), (ExternalService("orchestrator", Endpoint("grpc", (address,))),), address)
+        endpoint = Endpoint("grpc", (address,), settings.encryption.orchestrator)
+        return StackPlan((), (ExternalService("orchestrator", endpoint),), address)
     external = tuple(
-        ExternalService(name, Endpoint("redis" if name == "redis" else "grpc", addresses))
+        ExternalService(name, Endpoint("redis" if name == "redis" else "grpc", addresses, settings.encryption.of(name)))
         for name, addresses in settings.external.items()
     )
     services = []
@@ -148,7 +152,7 @@ def _python_service(
         },
         listen=listen,
         listen_variable=listen_variable(name),
-        endpoint=Endpoint("grpc", (str(listen.reachable()),)),
+        endpoint=Endpoint("grpc", (str(listen.reachable()),), settings.encryption.of(name)),
         detail=detail,
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import grpc
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cli.plan import Endpoint
+from tandem.transport_security import ClientFiles
 
 # Short: a service that loads a model may hold its port without answering.
 PROBE_SECONDS = 0.5
@@ -22,7 +24,7 @@ Probe = Callable[[], str]
 def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
     """A probe that keeps its connections while it is asked again and again."""
     with ExitStack() as connections:
-        probes = [_open(endpoint.kind, address, connections) for address in endpoint.addresses]
+        probes = [_open(endpoint, address, connections) for address in endpoint.addresses]
 
         def probe_any() -> str:
             reasons = []
@@ -36,14 +38,21 @@ def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
         yield probe_any
 
 
-def _open(kind: str, address: str, connections: ExitStack) -> Probe:
-    if kind == "redis":
-        return _redis_probe(address, connections)
-    return _grpc_probe(address, connections)
+def _open(endpoint: Endpoint, address: str, connections: ExitStack) -> Probe:
+    if endpoint.kind == "redis":
+        return _redis_probe(address, endpoint.tls, connections)
+    return _grpc_probe(address, endpoint.tls, connections)
 
 
-def _redis_probe(url: str, connections: ExitStack) -> Probe:
-    client = redis.Redis.from_url(url, socket_timeout=PROBE_SECONDS, socket_connect_timeout=PROBE_SECONDS, retry=None)
+def _redis_probe(url: str, tls: ClientFiles, connections: ExitStack) -> Probe:
+    names = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    client = redis.Redis.from_url(
+        url,
+        socket_timeout=PROBE_SECONDS,
+        socket_connect_timeout=PROBE_SECONDS,
+        retry=None,
+        **{name: file for name, file in names.items() if file},
+    )
     connections.callback(client.close)
 
     def probe() -> str:
@@ -60,14 +69,19 @@ def _redis_probe(url: str, connections: ExitStack) -> Probe:
     return probe
 
 
-def _grpc_probe(address: str, connections: ExitStack) -> Probe:
+def _grpc_probe(address: str, tls: ClientFiles, connections: ExitStack) -> Probe:
     # The default back-off grows to two minutes; a service that was just started deserves more attention.
     options = [
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
     ]
-    channel = connections.enter_context(grpc.insecure_channel(address, options=options))
+    credentials = tls.credentials()
+    channel = connections.enter_context(
+        grpc.insecure_channel(address, options=options)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, options=options)
+    )
     stub = health_pb2_grpc.HealthStub(channel)
 
     def probe() -> str:
@@ -75,13 +89,16 @@ def _grpc_probe(address: str, connections: ExitStack) -> Probe:
             request = health_pb2.HealthCheckRequest(service="")
             reply = stub.Check(request, timeout=PROBE_SECONDS)  # type: ignore[attr-defined]  # set in its __init__
         except grpc.RpcError as error:
-            return _reason(error.code())
+            return _reason(error)
         return "" if reply.status == health_pb2.HealthCheckResponse.SERVING else "loading"
 
     return probe
 
 
-def _reason(code: grpc.StatusCode) -> str:
+def _reason(error: Any) -> str:
+    code, details = error.code(), (error.details() or "").lower()
+    if "handshake" in details or "certificate" in details:
+        return "connecting; TLS fails"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return "connecting"
     return f"health check fails with {code.name}"

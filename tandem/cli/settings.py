@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tandem.cli.address import Address, parse_address
+from tandem.cli.encryption import Encryption, read_encryption, with_absolute_files
 from tandem.cli.errors import USAGE, CliError
 
 DEFAULT_LISTEN = {
@@ -39,6 +40,7 @@ class StackSettings:
     environment: Mapping[str, str]
     listen: Mapping[str, Address]
     external: Mapping[str, tuple[str, ...]]
+    encryption: Encryption
     models: Mapping[str, str]
     ready_timeout_seconds: float
 
@@ -89,11 +91,7 @@ def with_flags(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
 
 
 def _refuse_what_up_cannot_do(environment: Mapping[str, str]) -> None:
-    """Its own probes and calls speak plain text, to one address each."""
-    for variable, value in environment.items():
-        of_services = variable.startswith("TANDEM_TLS_") and not variable.startswith("TANDEM_TLS_ORCHESTRATOR_")
-        if value and (of_services or variable == "TANDEM_CALLERS_FILE"):
-            raise CliError(f"{variable}: services that are started here speak plain text; start them yourself", USAGE)
+    """Its own probe of the store asks at one address."""
     if "+" in urlsplit(environment.get("TANDEM_REDIS_URL", "")).scheme:
         raise CliError(
             "TANDEM_REDIS_URL: give a primary's own address here; Sentinels and clusters are for services", USAGE
@@ -104,6 +102,12 @@ def load_settings(environment: Mapping[str, str]) -> StackSettings:
     """Reads and validates the variables; raises CliError that names the one at fault."""
     root = project_root()
     _refuse_what_up_cannot_do(environment)
+    environment = with_absolute_files(environment)
+    external = {
+        service: _external(environment, service)
+        for service in EXTERNAL_VARIABLES
+        if environment.get(EXTERNAL_VARIABLES[service], "").strip()
+    }
     return StackSettings(
         root=root,
         home=stack_home(environment),
@@ -112,11 +116,8 @@ def load_settings(environment: Mapping[str, str]) -> StackSettings:
             service: parse_address(environment.get(listen_variable(service)) or default, listen_variable(service))
             for service, default in DEFAULT_LISTEN.items()
         },
-        external={
-            service: _external(environment, service)
-            for service in EXTERNAL_VARIABLES
-            if environment.get(EXTERNAL_VARIABLES[service], "").strip()
-        },
+        external=external,
+        encryption=read_encryption(environment, external),
         models={service: _model(environment, service, root) for service in DEFAULT_MODELS},
         ready_timeout_seconds=_seconds(environment, "TANDEM_READY_TIMEOUT", 180.0),
     )

@@ -146,10 +146,17 @@ def choices(settings: StackSettings) -> dict[str, str]:
         for group, values in (
             ("model", settings.models),
             ("listen", settings.listen),
+            ("tls", settings.encryption.on_record()),
             ("external", {name: mask_password(",".join(urls)) for name, urls in settings.external.items()}),
         )
         for service, value in values.items()
     }
+
+
+def recorded_files(state: StackState) -> dict[str, str]:
+    """Of a running stack: the files that its services are reached with, by variable."""
+    group = "tls "
+    return {name.removeprefix(group): path for name, path in state.choices.items() if name.startswith(group)}
 
 
 def mask_password(url: str) -> str:

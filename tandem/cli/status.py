@@ -12,10 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cli.encryption import from_record
 from tandem.cli.plan import Endpoint
 from tandem.cli.processes import is_alive, uptime_seconds
 from tandem.cli.readiness import open_probe
 from tandem.cli.settings import stack_home, with_flags
+from tandem.cli.stack import recorded_files
 from tandem.cli.state import RunningService, StackState, StateFile
 
 # As `systemctl status` and the LSB init scripts have it.
@@ -36,7 +38,7 @@ class _Row:
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Exit code 0 if everything that was started is ready, else 3."""
     state = StateFile(stack_home(with_flags(arguments, environment))).load()
-    rows = [_row(service) for service in state.services] if state is not None else []
+    rows = [_row(service, recorded_files(state)) for service in state.services] if state is not None else []
     ready = bool(rows) and all(row.state == "ready" for row in rows)
     if arguments.json:
         print(json.dumps({"ready": ready, "services": [dataclasses.asdict(row) for row in rows]}))
@@ -45,11 +47,11 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0 if ready else NOT_RUNNING
 
 
-def _row(service: RunningService) -> _Row:
+def _row(service: RunningService, files: Mapping[str, str]) -> _Row:
     alive = is_alive(service.process)
     return _Row(
         service=service.name,
-        state=_state(service) if alive else "dead",
+        state=_state(service, files) if alive else "dead",
         address=service.address,
         pid=service.process.pid,
         uptime_seconds=int(uptime_seconds(service.process)) if alive else 0,
@@ -58,13 +60,16 @@ def _row(service: RunningService) -> _Row:
     )
 
 
-def _state(service: RunningService) -> str:
+def _state(service: RunningService, files: Mapping[str, str]) -> str:
     if service.name == "redis":
         endpoint = Endpoint("redis", (f"redis://{service.address}/0",))
     else:
-        endpoint = Endpoint("grpc", (service.address,))
-    with open_probe(endpoint) as probe:
-        return probe() or "ready"
+        endpoint = Endpoint("grpc", (service.address,), from_record(files, service.name))
+    try:
+        with open_probe(endpoint) as probe:
+            return probe() or "ready"
+    except OSError as error:
+        return f"can't be asked: {error}"
 
 
 def _print(console: Console, state: StackState | None, rows: list[_Row]) -> None:

@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return 0
     progress.note(f"orchestrator at {plan.orchestrator_address}, logs in {settings.logs}")
     if http := settings.environment.get("TANDEM_HTTP_LISTEN"):
-        progress.note(f"OpenAI's API and a page at http://{http}/")
+        scheme = "https" if settings.environment.get("TANDEM_TLS_CERTIFICATE") else "http"
+        progress.note(f"OpenAI's API and a page at {scheme}://{http}/")
     progress.note('`tandem generate "…"` talks to it, `tandem down` stops it')
     return 0

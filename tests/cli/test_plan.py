@@ -8,10 +8,13 @@ import pytest
 
 from tandem.cli.address import Address, parse_address
 from tandem.cli.arguments import build_parser
+from tandem.cli.encryption import from_record
 from tandem.cli.errors import CliError
 from tandem.cli.plan import StackPlan, plan_stack
 from tandem.cli.settings import load_settings, with_flags
 from tandem.cli.stack import choices, differing, last_lines, mask_password
+from tandem.transport_security import ClientFiles
+from tests.support.authority import Authority
 
 
 @pytest.fixture
@@ -135,7 +138,6 @@ def test_a_bad_time_limit_is_a_usage_error(variables, seconds):
     [
         ("TANDEM_TLS_CERTIFICATE", "tls.crt"),
         ("TANDEM_TLS_REDIS_CA", "ca.crt"),
-        ("TANDEM_CALLERS_FILE", "callers.toml"),
         ("TANDEM_REDIS_URL", "redis+sentinel://:secret@host:26379/main"),
         ("TANDEM_REDIS_URL", "rediss+cluster://:secret@host:6379,host:6380"),
     ],
@@ -145,6 +147,78 @@ def test_what_it_cannot_start_is_refused_by_name(variables, variable, value):
         load_settings({**variables, variable: value})
     assert "secret" not in str(refusal.value)
     assert load_settings({**variables, variable: "", "TANDEM_TLS_ORCHESTRATOR_CA": "ca.crt"})
+
+
+CA, PAIR = {"CA": "ca.pem"}, {"CERTIFICATE": "one.pem", "KEY": "one.key"}
+
+
+def _edge(name, *files):
+    return {f"TANDEM_TLS_{name}{part}": path for each in files for part, path in each.items()}
+
+
+SERVED, GUARDED = _edge("", PAIR), {**_edge("", PAIR), "TANDEM_TLS_CLIENT_CA": "ca.pem"}
+WORKERS, CALLERS, STORE = _edge("WORKER_", CA), _edge("ORCHESTRATOR_", CA), _edge("REDIS_", CA)
+REDISS = {"TANDEM_REDIS_URL": "rediss://:secret@db:6380/0"}
+
+
+@pytest.fixture
+def certificates(tmp_path, monkeypatch):
+    """In the folder that the command is called in."""
+    Authority(tmp_path).issue("one", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({**SERVED, **CALLERS}, "TANDEM_TLS_CERTIFICATE.*TANDEM_TLS_WORKER_CA"),
+        ({**SERVED, **WORKERS}, "TANDEM_TLS_CERTIFICATE.*TANDEM_TLS_ORCHESTRATOR_CA"),
+        ({**GUARDED, **WORKERS, **CALLERS}, "TANDEM_TLS_CLIENT_CA.*TANDEM_TLS_WORKER_CERTIFICATE"),
+        (
+            {**GUARDED, **_edge("WORKER_", CA, PAIR), **CALLERS},
+            "TANDEM_TLS_CLIENT_CA.*TANDEM_TLS_ORCHESTRATOR_CERTIFICATE",
+        ),
+        (WORKERS, "TANDEM_TLS_WORKER_CA.*TANDEM_TLS_CERTIFICATE"),
+        ({**WORKERS, "TANDEM_DRAFT_ADDRESSES": "a:1"}, "TANDEM_TLS_WORKER_CA.*TANDEM_TLS_CERTIFICATE"),
+        (STORE, "TANDEM_TLS_REDIS_CA.*embedded.*TANDEM_REDIS_URL"),
+        ({**STORE, "TANDEM_REDIS_URL": "redis://:secret@db:6379/0"}, "TANDEM_TLS_REDIS_CA.*rediss://"),
+        ({**REDISS, **_edge("REDIS_", PAIR)}, "TANDEM_TLS_REDIS_CERTIFICATE needs TANDEM_TLS_REDIS_CA"),
+        ({**SERVED, "TANDEM_TLS_KEY": "ca.pem"}, "TANDEM_TLS_CERTIFICATE and TANDEM_TLS_KEY are no pair"),
+    ],
+)
+def test_services_that_would_not_find_to_one_another_are_not_started(variables, certificates, given, missing):
+    with pytest.raises(CliError, match=missing) as refusal:
+        load_settings({**variables, **given})
+    assert refusal.value.exit_code == 2
+    assert "secret" not in str(refusal.value)
+
+
+def test_each_service_is_asked_with_the_files_of_its_edge(variables, certificates):
+    files = str(certificates / "ca.pem"), str(certificates / "one.pem"), str(certificates / "one.key")
+    edges = {**_edge("WORKER_", CA, PAIR), **_edge("ORCHESTRATOR_", CA, PAIR), **STORE}
+    planned = plan({**variables, **GUARDED, **edges, **REDISS})
+    tls = {each.name: each.endpoint.tls for each in (*planned.services, *planned.external)}
+    assert tls == {
+        **dict.fromkeys(("draft", "target", "orchestrator"), ClientFiles(*files)),
+        "redis": ClientFiles(files[0]),
+    }
+    # They run in another folder.
+    settings = load_settings({**variables, **GUARDED, **edges, **REDISS, "TANDEM_CALLERS_FILE": "callers.toml"})
+    assert settings.environment["TANDEM_TLS_KEY"] == files[2]
+    assert settings.environment["TANDEM_CALLERS_FILE"] == str(certificates / "callers.toml")
+    recorded = choices(settings)
+    assert recorded["tls TANDEM_TLS_WORKER_KEY"] == files[2]
+    assert from_record(settings.encryption.on_record(), "target") == ClientFiles(*files)
+
+
+def test_what_runs_elsewhere_may_be_encrypted_alone(variables, certificates):
+    outside = {"TANDEM_DRAFT_ADDRESSES": "a:1", "TANDEM_TARGET_ADDRESSES": "b:1"}
+    planned = plan({**variables, **outside, **WORKERS})
+    tls = {each.name: bool(each.endpoint.tls.ca) for each in (*planned.services, *planned.external)}
+    assert tls == {"draft": True, "target": True, "orchestrator": False, "redis": False}
+    planned = plan({**variables, **CALLERS, **WORKERS, "TANDEM_ORCHESTRATOR_ADDRESS": "far:5"})
+    assert planned.external[0].endpoint.tls == ClientFiles(str(certificates / "ca.pem"))
 
 
 def test_no_password_gets_on_record(variables):
