@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, ConnectionPool, parse_url
@@ -21,6 +21,8 @@ _SENTINEL = ("redis+sentinel", "rediss+sentinel")
 _CLUSTER = ("redis+cluster", "rediss+cluster")
 _SENTINEL_CONNECTIONS = 4
 """Times the connections of an ordinary pool: a Sentinel's pool raises at its limit, where the other waits."""
+_SENTINELS_LOGIN = {"sentinel_username": "username", "sentinel_password": "password"}
+"""The settings that a Sentinel address takes after a '?', and what the library calls them."""
 _SHARE_OF_ASKING = 4
 """So many nodes of a cluster can be asked who serves what within the time of one exchange."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -79,8 +81,8 @@ def _pool(url: str, **settings: Any) -> ConnectionPool:
 
 def _sentinel_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> ConnectionPool:
     hosts, encrypted = _SeveralHosts.parse(url), is_encrypted(url)
-    # The password is the primary's; a Sentinel that has one of its own can't be asked.
     asking = {
+        **hosts.sentinels_login,
         **{name: value for name, value in settings.items() if name.startswith("ssl_")},
         "socket_timeout": wait_seconds,
         "socket_connect_timeout": settings["socket_connect_timeout"],
@@ -108,10 +110,13 @@ def _sentinel_pool(url: str, settings: dict[str, Any], size: int, wait_seconds: 
 
 @dataclass(frozen=True, slots=True)
 class _SeveralHosts:
-    """What the URL of several Sentinels, or of several nodes of a cluster, says; user and password are the primaries'."""
+    """What the URL of several Sentinels, or of several nodes of a cluster, says."""
 
     addresses: list[Address]
     login: dict[str, str | None]
+    """User and password, the primaries'."""
+    sentinels_login: dict[str, str]
+    """Those of the Sentinels; empty: they want none."""
     service: str
     database: int
 
@@ -119,8 +124,8 @@ class _SeveralHosts:
     def parse(cls, url: str) -> _SeveralHosts:
         """Raises ValueError in words that don't repeat the URL."""
         scheme, _, rest = url.partition("://")
-        if "?" in rest:
-            raise ValueError(f"{scheme}:// takes no settings after a '?'; in a password it must be percent-encoded")
+        rest, _, settings = rest.partition("?")
+        sentinels_login = _sentinels_login(scheme, settings)
         authority, _, path = rest.partition("/")
         login, _, hosts = authority.rpartition("@")
         user, _, password = login.partition(":")
@@ -135,6 +140,20 @@ class _SeveralHosts:
         return cls(
             addresses=[(host.strip("[]"), int(port)) for host, _, port in addresses],
             login={"username": unquote(user) or None, "password": unquote(password) or None},
+            sentinels_login=sentinels_login,
             service=unquote(service),
             database=int(database or 0),
         )
+
+
+def _sentinels_login(scheme: str, settings: str) -> dict[str, str]:
+    """From what follows the '?'. Raises ValueError in words that don't repeat it."""
+    known = _SENTINELS_LOGIN if scheme in _SENTINEL else {}
+    given = parse_qsl(settings, keep_blank_values=True)
+    names = [name for name, _ in given]
+    if (settings and not given) or not all(name in known for name in names) or len(set(names)) < len(names):
+        takes = f"only {' and '.join(known)}" if known else "no settings"
+        raise ValueError(f"{scheme}:// takes {takes} after a '?'; in a password it must be percent-encoded")
+    if "sentinel_username" in names and "sentinel_password" not in names:
+        raise ValueError(f"{scheme}://: sentinel_username needs sentinel_password")
+    return {known[name]: value for name, value in given if value}

@@ -897,6 +897,15 @@ class TestAddresses:
             ("redis+cluster://:secret@one:6379,two:port", "host:port"),
             ("redis+cluster://:secret@host:6379/3", "database 0"),
             ("rediss+sentinel://host:26379/mymaster?ssl_cert_reqs=secret", r"^rediss\+sentinel://.* '\?'"),
+            ("redis+cluster://host:6379?sentinel_password=secret", "no settings"),
+            ("redis+sentinel://host:26379/main?password=secret", "sentinel_username and sentinel_password"),
+            ("redis+sentinel://host:26379/main?secret", r"'\?'"),
+            ("redis+sentinel://host:26379/main?sentinel_username=secret", "needs sentinel_password"),
+            ("redis+sentinel://:sec?ret@host:26379/main", "percent-encoded"),
+            (
+                "redis+sentinel://host:26379/main?sentinel_password=secret&sentinel_password=secret2",
+                "sentinel_username and",
+            ),
             ("rediss+cluster://host:6379?ssl_cert_reqs=secret", r"^rediss\+cluster://.* '\?'"),
             ("redis+cluster://:sec?ret@host:6379", "percent-encoded"),
             ("cluster://host:6379", r"redis\+cluster://"),
@@ -1026,8 +1035,25 @@ class TestSentinel:
                 old.kill()
                 await store.commit(ownership, 1, 4, encode(5))
                 assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
+            await _only_with_the_sentinels_own_password(url, port)
         assert new.info("replication")["role"] == "master"
         assert new.command("HGET", keys_of("r")[0], "epoch") == b"2"
+
+
+async def _only_with_the_sentinels_own_password(url: str, port: int) -> None:
+    """Which isn't the primary's: that has none."""
+    with redis.Redis(host="127.0.0.1", port=port) as client:
+        client.execute_command("ACL", "SETUSER", "tandem", "on", ">pass&word", "+@all")
+        client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+    login = "?sentinel_password=another", "?sentinel_username=tandem&sentinel_password=pass%26word"
+    for right in login:
+        async with connected(f"{url}{right}", retry_seconds=60.0, retry_attempts=1000) as store:
+            assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
+    for wrong in ("", "?sentinel_password=pass%26word", login[1].replace("tandem", "nobody")):
+        with pytest.raises(StoreUnavailable) as refusal:
+            async with connected(f"{url}{wrong}", retry_seconds=0.0) as store:
+                await store.read("r")
+        assert "word" not in str(refusal.value)
 
 
 @contextlib.contextmanager
