@@ -76,9 +76,12 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         )
 
     def Generate(self, request, context):
-        self.requests.append(request)
         answered = threading.Event()
-        context.add_callback(self._ended(answered))
+        ended = self._ended(answered)
+        if not context.add_callback(ended):
+            ended()  # it was cancelled before it got here
+        # Whoever sees the request may cancel it at once.
+        self.requests.append(request)
         if self.error is not None:
             answered.set()
             context.abort_with_status(rpc_status.to_status(self.error))
