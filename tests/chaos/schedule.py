@@ -1,6 +1,7 @@
 """Random faults under load, from a seed: `python -m tests.chaos.schedule --requests 500 --seed 7` (`make chaos`).
 
-Two processes of each service; the store, a draft and a target are behind proxies. Callers ask, and resume elsewhere whatever
+Two processes of each service; the store, a draft and a target are behind proxies, and the other draft and target in networks of
+their own, where this machine allows that. Callers ask, and resume elsewhere whatever
 breaks, with the tokens they have; one fault after the other is injected and healed. In the end every text must be that of an
 undisturbed run, the store must hold what the caller was sent, each commit have raised its epoch by one, and every cache slot
 must be free. Whatever else may go wrong is in the report.
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,9 @@ from tandem.v1 import orchestrator_pb2_grpc
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
 from tandem.wire import encode_ids
 from tests.chaos.epochs import EpochWatch
+from tests.support import network
 from tests.support.generation import gather, request
+from tests.support.network import Link
 from tests.support.proxy_thread import ProxyThread
 from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
 from tests.support.tcp_proxy import Direction, TcpProxy
@@ -61,6 +64,7 @@ EDGE_FAULTS: dict[str, tuple[Callable[[TcpProxy], object], Callable[[TcpProxy], 
     "half closed": (lambda proxy: proxy.half_close(Direction.TO_CLIENT), None),
     "a reply lost": (lambda proxy: proxy.lose_next(Direction.TO_CLIENT), None),
 }
+NETEM = {"lossy": ("loss", "20%"), "late": ("delay", "50ms", "20ms")}
 # The tokens so far are committed, and another orchestrator goes on.
 GOES_ON_ELSEWHERE = {
     grpc.StatusCode.UNAVAILABLE,
@@ -80,6 +84,8 @@ class Report:
     asked: int = 0
     finished: int = 0
     commits: int = 0
+    not_run: list[str] = field(default_factory=list)
+    """Kinds of faults that this machine can't have, and why."""
     resumptions: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
@@ -90,6 +96,7 @@ class Report:
         ]
         lines += [f"  fault injected {count:4d} x {name}" for name, count in sorted(self.faults.items())]
         lines += [f"  went on after  {count:4d} x {name}" for name, count in sorted(self.resumptions.items())]
+        lines += [f"  not run: {reason}" for reason in self.not_run]
         return "\n".join([*lines, *(f"  FAILED {failure}" for failure in self.failures)])
 
 
@@ -185,6 +192,11 @@ class Chaos:
         for edge, proxy in {"store": stack.store_proxy, **stack.worker_proxies}.items():
             for name, (begin, end) in EDGE_FAULTS.items():
                 self._faults[f"edge to the {edge}: {name}"] = partial(self._at_edge, proxy, begin, end)
+        for role, link in stack.links.items():
+            self._faults[f"link to the {role}: down"] = partial(self._cut, link)
+            if not network.netem_missing():
+                for name, netem in NETEM.items():
+                    self._faults[f"link to the {role}: {name}"] = partial(self._impair, link, netem)
         self._bag: list[str] = []
 
     def one(self) -> None:
@@ -230,6 +242,17 @@ class Chaos:
         if end is not None:
             proxy.do(end)
 
+    def _cut(self, link: Link) -> None:
+        link.cut()
+        # Until long after its silence was noticed, or before.
+        time.sleep(self._rng.uniform(0.2, 5.0))
+        link.join()
+
+    def _impair(self, link: Link, netem: Sequence[str]) -> None:
+        link.impair(*netem)
+        self._for_a_while()
+        link.heal()
+
 
 def _truths(stack: Stack, max_tokens: int) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Ids and text of each prompt by each method, decoded plainly and undisturbed."""
@@ -274,9 +297,14 @@ def _crowded(stack: Stack, max_tokens: int) -> str:
     return f"{degraded} rounds without the draft" if degraded else ""
 
 
-def run(folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faults: int = 0) -> Report:
-    """The whole of it; starts and stops everything. Callers go on beyond `requests` until there were `least_faults`."""
+def run(
+    folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faults: int = 0, *, links: bool = True
+) -> Report:
+    """The whole of it; starts and stops everything. Callers go on beyond `requests` until there were `least_faults`. Without `links`
+    the faults are the same on every machine."""
     report, rng = Report(seed), random.Random(seed)
+    if links:
+        report.not_run = list(dict.fromkeys(filter(None, (network.missing(), network.netem_missing()))))
     deployment = running_stack(
         folder,
         MODELS / "tiny-target",
@@ -285,6 +313,7 @@ def run(folder: Path, seed: int, requests: int, max_tokens: int = 60, least_faul
         replicas={"draft": 2, "target": 2, "orchestrator": 2},
         store_proxy=True,
         worker_proxies=True,
+        linked=("draft", "target") if links and not network.missing() else (),
     )
     with deployment as stack, EpochWatch(stack.redis_url) as watch:
         truths = _truths(stack, max_tokens)

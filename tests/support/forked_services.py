@@ -8,6 +8,7 @@ interpreter's start, which `tests/cli` has with the real command lines.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -20,6 +21,8 @@ _PRELOAD = "tests.support.forked_services_preload"
 # Read when a library is imported, so they can't come with the service.
 _ENVIRONMENT_OF_IMPORTS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([_PRELOAD])
 
@@ -27,10 +30,12 @@ _CONTEXT.set_forkserver_preload([_PRELOAD])
 class ForkedService:
     """`python -m module arguments` in a process of its own; the methods are those of subprocess.Popen."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
-        self._process: ForkServerProcess = _CONTEXT.Process(
-            target=_run, args=(list(command), dict(environment), str(folder), str(log)), daemon=True
-        )
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, namespace: str = ""
+    ) -> None:
+        """In the network namespace of that name, if one is given."""
+        arguments = (list(command), dict(environment), str(folder), str(log), namespace)
+        self._process: ForkServerProcess = _CONTEXT.Process(target=_run, args=arguments, daemon=True)
         self._start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -65,7 +70,7 @@ class ForkedService:
                 os.kill(self.pid, number)
 
 
-def _run(command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: str, log: str, namespace: str) -> None:
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -73,8 +78,19 @@ def _run(command: list[str], environment: dict[str, str], folder: str, log: str)
         os.dup2(source, target)
     os.close(output)
     os.close(nothing)
+    if namespace:
+        _enter(namespace)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+def _enter(namespace: str) -> None:
+    """This thread and all that it starts; `os.setns` is there from Python 3.12 on."""
+    there = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(there, _NEW_NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), f"the network namespace {namespace} can't be entered")
+    os.close(there)

