@@ -81,6 +81,8 @@ class Report:
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)
+    survived: Counter[str] = field(default_factory=Counter)
+    """Of these: no request failed before the next one was injected."""
     asked: int = 0
     finished: int = 0
     commits: int = 0
@@ -94,7 +96,11 @@ class Report:
         lines = [
             f"seed {self.seed}: {self.finished} requests finished in {self.commits} commits, {len(self.failures)} failed"
         ]
-        lines += [f"  fault injected {count:4d} x {name}" for name, count in sorted(self.faults.items())]
+        lines.append(f"  {self.faults.total()} faults injected, {self.survived.total()} survived")
+        lines += [
+            f"  fault injected {count:4d} x, survived {self.survived[name]:4d} x: {name}"
+            for name, count in sorted(self.faults.items())
+        ]
         lines += [f"  went on after  {count:4d} x {name}" for name, count in sorted(self.resumptions.items())]
         lines += [f"  not run: {reason}" for reason in self.not_run]
         return "\n".join([*lines, *(f"  FAILED {failure}" for failure in self.failures)])
@@ -199,13 +205,14 @@ class Chaos:
                     self._faults[f"link to the {role}: {name}"] = partial(self._impair, link, netem)
         self._bag: list[str] = []
 
-    def one(self) -> None:
-        """The next fault; every kind comes once before any comes again."""
+    def one(self) -> str:
+        """The next fault, by name; every kind comes once before any comes again."""
         if not self._bag:
             self._bag = self._rng.sample(sorted(self._faults), len(self._faults))
         name = self._bag.pop()
         self._report.faults[name] += 1
         self._faults[name]()
+        return name
 
     def _for_a_while(self) -> None:
         time.sleep(self._rng.uniform(0.2, 1.5))
@@ -341,8 +348,9 @@ def run(
             thread.start()
         chaos = Chaos(stack, rng, report)
         while any(thread.is_alive() for thread in callers):
-            chaos.one()
+            failed, fault = len(report.failures), chaos.one()
             time.sleep(rng.uniform(0.0, 0.3))
+            report.survived[fault] += len(report.failures) == failed
         for service in stack.services:
             service.wait_serving()
         _ledger_is_empty(stack, report, max_tokens)

@@ -12,6 +12,8 @@ import grpc
 import pytest
 import redis
 
+from tandem.client import UnavailableError
+from tandem.client.errors import to_tandem_error
 from tandem.grpc_server import LIVENESS
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
@@ -115,6 +117,10 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             _interrupted(channel, 40, stack.target.kill)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        error = to_tandem_error(caught.value)
+        assert isinstance(error, UnavailableError)
+        assert error.reason == "TARGET_UNAVAILABLE"
+        assert error.retry_after_seconds is not None
         assert time.monotonic() - started < 60
         assert not stack.orchestrator.serving()
         assert stack.orchestrator.serving(LIVENESS)  # a restart would bring back no target

@@ -608,6 +608,8 @@ class Departure:
             self.told.add(role)
         if self._point == "commit" and max(epochs, default=0) > 2:
             self.reached.set()  # the round after the one whose commit the store doesn't answer
+        if self._point == "emit" and role == "target" and max(epochs, default=0) > 0:
+            self.reached.set()  # the round after the one that its caller doesn't read
 
     def _answer(self, role: str, batch: Any) -> Iterable[Any]:
         epoch = max((item.cache_epoch for item in batch.items if item.request_id == self.request_id), default=-1)
@@ -620,18 +622,30 @@ class Departure:
         yield batch
 
 
-@pytest.mark.parametrize("point", ["prefill", "propose", "verify", "commit"])
+@pytest.mark.parametrize("way", ["cancels", "disconnects"])
+@pytest.mark.parametrize("point", ["prefill", "propose", "verify", "commit", "emit"])
 @pytest.mark.usefixtures("canary")
 def test_a_caller_that_leaves_ends_the_work_at_once(
-    stack: Stack, liars: dict[str, LyingWorker], lied_to: grpc.Channel, point: str
+    stack: Stack,
+    liars: dict[str, LyingWorker],
+    orchestrator: ServiceProcess,
+    lied_to: grpc.Channel,
+    point: str,
+    way: str,
 ) -> None:
+    """Of the round that it leaves in, and of the next one, which may be under way: nothing after that."""
     _wait_for_the_draft(lied_to)
-    departure = Departure(stack, liars, f"leaves-{point}", point)
+    departure = Departure(stack, liars, f"{way}-{point}", point)
+    # Of its own, to be closed.
+    channel = paced_channel(orchestrator.address) if point == "emit" else orchestrator.channel()
     try:
-        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(lied_to)
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         call = stub.Generate(request(PROMPT, request_id=departure.request_id, **LONG), timeout=120)
         assert departure.reached.wait(60)
-        call.cancel()
+        if way == "cancels":
+            call.cancel()
+        else:
+            channel.close()
         _until(lambda: departure.told == set(METHODS))
         departure.go_on.set()
         departure.resume_store()
@@ -639,6 +653,7 @@ def test_a_caller_that_leaves_ends_the_work_at_once(
         _wait_for_the_draft(lied_to)
         assert departure.late == []
     finally:
+        channel.close()
         departure.go_on.set()
         departure.resume_store()
         for liar in liars.values():
