@@ -36,6 +36,7 @@ from tandem.wire import IdArray
 
 if TYPE_CHECKING:
     from draft_service.drafter import Draw, ProposeJob
+    from draft_service.early_stop import EarlyStop
     from tandem.engine.idle import SlotWork
     from tandem.sampling import SamplingParams
 
@@ -101,6 +102,8 @@ class _Row:
         self.chain = False
         self.wanted = 0
         self.drafted: list[Drafted] = []
+        self.reaches: list[float] = []
+        """For each of them the chance that it and those before it stand, by the draft's own confidence."""
         self.outlooks: list[torch.Tensor] = []
         self.sampling: SamplingParams | None = None
 
@@ -121,6 +124,7 @@ class DraftAhead:
         self._vocabulary_size = vocabulary_size
         self._work: SlotWork | None = None
         self._draw: Draw | None = None
+        self._stop: EarlyStop | None = None
         self._rows: list[_Row] = []
         self._answered: dict[Session, ProposeJob] = {}
 
@@ -129,9 +133,9 @@ class DraftAhead:
         self._work = work
         self._rows = [_Row(first_slot + index) for index in range(self.slots)]
 
-    def draws_with(self, draw: Draw) -> None:
-        """The drafter's: how a token is drawn from logits."""
-        self._draw = draw
+    def draws_with(self, draw: Draw, stop: EarlyStop) -> None:
+        """The drafter's: how a token is drawn from logits, and when a block has enough of them."""
+        self._draw, self._stop = draw, stop
 
     # What the drafter tells.
 
@@ -161,6 +165,7 @@ class DraftAhead:
         if found is not None and self._hand_over(found, session, min(len(found.drafted), job.wanted)):
             drafted = found.drafted[: job.wanted]
             job.outlooks = found.outlooks[: job.wanted]
+            job.reach = found.reaches[len(drafted) - 1]
             self._count_hit(found, job, len(drafted))
         else:
             self.stats.misses += 1
@@ -263,7 +268,7 @@ class DraftAhead:
             for index, (outlook, drafted) in enumerate(zip(outlooks, job.drafted, strict=True))
         ]
         own = self._own_token(job, positions)
-        others = sorted(_guesses(positions[: job.block]), key=lambda guess: guess.chance, reverse=True)
+        others = sorted(_guesses(positions[: job.proposed_block]), key=lambda guess: guess.chance, reverse=True)
         # The draft's own way comes first: without it a block that stands, the best outcome, would find nothing ready.
         guesses = [own, *(guess for guess in others if guess.chance >= _LEAST_CHANCE)]
         for row, guess in zip(self._free_rows(session, len(guesses)), guesses, strict=False):
@@ -272,10 +277,10 @@ class DraftAhead:
     def _own_token(self, job: ProposeJob, positions: list[_Position]) -> _Guess:
         """The guess that the whole block stands, and that the draft's own next token follows: known where the block came
         with a look-ahead, else still to be drawn, which is written as -1."""
-        chance = math.prod(position.acceptance for position in positions[: job.block])
+        chance = math.prod(position.acceptance for position in positions[: job.proposed_block])
         if len(job.drafted) > job.block:
             return _Guess(job.block, job.drafted[job.block].token_id, chance * positions[job.block].acceptance)
-        return _Guess(job.block, -1, chance)
+        return _Guess(job.proposed_block, -1, chance)
 
     def _free_rows(self, session: Session, count: int) -> list[_Row]:
         """Rows without a guess, those first whose slots hold the session's tokens; if need be, from requests that are
@@ -312,7 +317,7 @@ class DraftAhead:
         if not own:
             row.tokens.append(guess.token_id)
         row.base = 0 if own else row.tokens.length
-        row.chain = guess.accepted == job.block and (own or guess.token_id == job.drafted[-1].token_id)
+        row.chain = guess.accepted == job.proposed_block and (own or guess.token_id == job.drafted[-1].token_id)
         row.chance, row.wanted, row.sampling, row.active = guess.chance, wanted, job.sampling, True
         row.since = self._clock()
 
@@ -334,17 +339,22 @@ class DraftAhead:
         """Runs what is pending in each row, and draws its next token."""
         assert self._work is not None
         assert self._draw is not None
+        assert self._stop is not None
         logits = self._work.forward(
             [Feed(row.slot, row.cached, row.tokens.view(row.cached, row.tokens.length), rows=1) for row in rows]
         )
         before = [(row.sampling, row.tokens.view(0, row.tokens.length)) for row in rows if row.sampling is not None]
         drawn, outlooks = self._draw(logits, before), self.outlooks(logits, before)
+        confidences = self._stop.confidences(logits, before)
         self.stats.forwards += 1
         for index, (row, drafted) in enumerate(zip(rows, drawn, strict=True)):
             row.cached = row.tokens.length
             row.tokens.append(drafted.token_id)
             if row.base:
                 row.drafted.append(drafted)
+                row.reaches.append(confidences[index] * (row.reaches[-1] if row.reaches else 1.0))
+                if self._stop.ends(row.reaches[-1]):
+                    row.wanted = len(row.drafted)
                 row.outlooks.append(outlooks[index])
                 self.stats.tokens += 1
             else:

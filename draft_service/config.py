@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.config import ConfigError, choice, setting, whole_number
+from tandem.config import ConfigError, choice, setting, share, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ class DraftConfig(WorkerSettings):
         help="likely outcomes of a verification that are drafted for at a time while it runs; 0: none",
     )
 
+    stop_below: float = share(
+        "TANDEM_DRAFT_STOP_BELOW",
+        0.0,
+        help="end a block early once the chance that all of it stands, by the draft's own confidence, is below this; 0: never",
+    )
+
     def __post_init__(self) -> None:
         """Raises ConfigError for what a draft without a model can't do."""
         if self.method != NGRAM:
@@ -57,6 +63,7 @@ class DraftConfig(WorkerSettings):
         asked = {
             "LAYERS": self.layers,
             "AHEAD_ROWS": self.ahead_rows,
+            "STOP_BELOW": self.stop_below,
             "GGUF_FILE": self.gguf_file,
             "DEVICE": "" if self.device in ("auto", "cpu") else self.device,
             "DTYPE": "" if self.dtype == "auto" else self.dtype,

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from draft_service.ahead import DraftAhead
+from draft_service.early_stop import EarlyStop
 from tandem import sampling
 from tandem.acceptance import Drafted, check_drafted
+from tandem.engine.draft_stats import DraftStats
 from tandem.engine.faults import invalid
 from tandem.engine.invariants import require
 from tandem.engine.job import Job, Method
@@ -23,7 +25,7 @@ from tandem.wire import IdArray
 class ProposeJob(Job):
     """A block under way."""
 
-    __slots__ = ("drafted", "from_ngram", "outlooks", "wanted")
+    __slots__ = ("drafted", "from_ngram", "outlooks", "reach", "wanted")
 
     def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
         super().__init__(cache_epoch, block, rows=1)
@@ -32,8 +34,15 @@ class ProposeJob(Job):
         self.from_ngram = False
         """Whether the block came from n-grams beside a model, which then has not read the prefix."""
         self.drafted: list[Drafted] = []
+        self.reach = 1.0
+        """The chance, by the draft's own confidence, that all of that stands."""
         self.outlooks: list[torch.Tensor] = []
         """What else was likely where each was drawn, [2, candidates], where it is of use for drafting ahead."""
+
+    @property
+    def proposed_block(self) -> int:
+        """Tokens of the block, without the look-ahead; fewer than asked for where it ended early."""
+        return min(self.block, len(self.drafted))
 
     @property
     def held(self) -> int:
@@ -65,12 +74,22 @@ class ModelDrafter:
     """Draws from the draft model's logits; results are lists of Drafted."""
 
     def __init__(
-        self, vocabulary_size: int, support_size: int, max_speculative_tokens: int, ahead: DraftAhead | None = None
+        self,
+        vocabulary_size: int,
+        support_size: int,
+        max_speculative_tokens: int,
+        ahead: DraftAhead | None = None,
+        *,
+        stop_below: float = 0.0,
+        stats: DraftStats | None = None,
     ) -> None:
+        """`stop_below`: see EarlyStop."""
         self._vocabulary_size = vocabulary_size
+        self._stop = EarlyStop(stop_below, vocabulary_size)
+        self._stats = stats or DraftStats()
         self._ahead = ahead
         if ahead is not None:
-            ahead.draws_with(self._draw)
+            ahead.draws_with(self._draw, self._stop)
         self._support_size = support_size
         self._max_speculative_tokens = max_speculative_tokens
 
@@ -84,8 +103,8 @@ class ModelDrafter:
             return
         job.drafted = self._ahead.claim(job)
         job.session.tokens.extend(np.array([drafted.token_id for drafted in job.drafted], dtype=np.uint32))
-        if len(job.drafted) == job.wanted:
-            job.result = job.drafted
+        if job.drafted:
+            self._end(job)
 
     def pass_over(self, job: ProposeJob) -> None:
         """The item is answered from elsewhere."""
@@ -95,15 +114,22 @@ class ModelDrafter:
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""
         rows = [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
-        drawn = self._draw(logits, rows)
+        drawn, confidences = self._draw(logits, rows), self._stop.confidences(logits, rows)
         if self._ahead is not None and len(jobs) <= self._ahead.slots:
             for job, outlook in zip(jobs, self._ahead.outlooks(logits, rows), strict=True):
                 job.outlooks.append(outlook)
-        for job, drafted in zip(jobs, drawn, strict=True):
+        for job, drafted, confidence in zip(jobs, drawn, confidences, strict=True):
             job.session.tokens.append(drafted.token_id)
             job.drafted.append(drafted)
-            if len(job.drafted) == job.wanted:
-                job.result = job.drafted
+            job.reach *= confidence
+            self._end(job)
+
+    def _end(self, job: ProposeJob) -> None:
+        """Sets the result where nothing more is to be drafted."""
+        complete = len(job.drafted) == job.wanted
+        if complete or self._stop.ends(job.reach):
+            job.result = job.drafted
+            self._stats.stopped_blocks += not complete
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
         """One token for each row of logits, given its parameters and all tokens before it."""
@@ -119,7 +145,8 @@ class ModelDrafter:
     def check(self, job: ProposeJob) -> None:
         """The block as asked for, each token drawn from a distribution, and all of it but the last in the cache."""
         session = job.session
-        require(session.cached_length == session.prefix_length + job.wanted - 1, "the last token is not run")
-        require(len(job.drafted) == job.wanted, "the block has the size that was asked for")
+        require(session.cached_length == session.prefix_length + len(job.drafted) - 1, "the last token is not run")
+        whole = len(job.drafted) == job.wanted
+        require(whole or (1 <= len(job.drafted) < job.wanted and self._stop.ends(job.reach)), "the block is whole")
         for drafted in job.drafted:
             check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)

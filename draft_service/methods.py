@@ -27,7 +27,14 @@ def _model(settings: DraftConfig) -> Prepared:
     model = loading.load(settings.model_options())
     ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
     stats = DraftStats()
-    drafter = ModelDrafter(model.vocabulary_size, settings.support_size, settings.max_speculative_tokens, ahead)
+    drafter = ModelDrafter(
+        model.vocabulary_size,
+        settings.support_size,
+        settings.max_speculative_tokens,
+        ahead,
+        stop_below=settings.stop_below,
+        stats=stats,
+    )
     limits = StepLimits(
         short_feed=settings.max_speculative_tokens + 1,
         prefill_chunk=settings.prefill_chunk,

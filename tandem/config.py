@@ -73,6 +73,13 @@ def seconds(variable: str, default: float, *, help: str, most: float = math.inf,
     )
 
 
+def share(variable: str, default: float, *, help: str) -> Any:
+    """A part of something, from 0 to 1."""
+    return setting(
+        variable, default, help=help, parse=float, check=lambda value: 0.0 <= value <= 1.0, expected="0 to 1"
+    )
+
+
 def flag(variable: str, default: bool, *, help: str) -> Any:
     """On or off."""
     return setting(variable, default, help=help, parse=parse_bool, expected="true or false")

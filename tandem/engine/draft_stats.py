@@ -27,5 +27,7 @@ class DraftStats:
     """Blocks drafted only to learn how a source does by now."""
     read_tokens: int = 0
     """Tokens that the model read after an answer that was not its own, while nothing was asked."""
+    stopped_blocks: int = 0
+    """Blocks that ended early since the next token was not worth drafting."""
     failed_reads: int = 0
     """Such forwards that raised."""

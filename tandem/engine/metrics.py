@@ -96,3 +96,6 @@ def _draft(stats: DraftStats) -> Iterable[Metric]:
         "tandem_draft_read_tokens", "Tokens read after answers that were not the model's", stats.read_tokens
     )
     yield CounterMetricFamily("tandem_draft_failed_reads", "Such forwards that raised", stats.failed_reads)
+    yield CounterMetricFamily(
+        "tandem_draft_stopped_blocks", "Blocks that ended before a token not worth drafting", stats.stopped_blocks
+    )

@@ -152,10 +152,16 @@ class Engines:
         *,
         reuse: bool = True,
         ahead: DraftAhead | None = None,
+        stop_below: float = 0.0,
         **limits: int,
     ) -> Engine[Any]:
-        drafter = ModelDrafter(lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead)
-        return self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
+        stats = DraftStats()
+        drafter = ModelDrafter(
+            lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead, stop_below=stop_below, stats=stats
+        )
+        engine = self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
+        engine.stats.draft = stats
+        return engine
 
     def both(self, lm: CausalLM, *, ahead: DraftAhead | None = None, chunk: int = 256) -> Engine[Any]:
         """A draft that has a model and n-grams."""

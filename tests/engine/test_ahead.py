@@ -59,9 +59,10 @@ class UnhurriedTarget(Client):
 class Pair:
     """A target and a draft at work."""
 
-    def __init__(self, engines: Engines, pair: tuple[Any, Any], rows: int) -> None:
+    def __init__(self, engines: Engines, pair: tuple[Any, Any], rows: int, stop_below: float = 0.0) -> None:
         self.ahead = DraftAhead(rows, VOCABULARY) if rows else None
-        self.engine = engines.draft(over_slots(pair[1], slots=8 + rows, max_length=160), 16, ahead=self.ahead)
+        lm = over_slots(pair[1], slots=8 + rows, max_length=160)
+        self.engine = engines.draft(lm, 16, ahead=self.ahead, stop_below=stop_below)
         self.draft = Client(self.engine)
         self.target = UnhurriedTarget(engines.target(over_slots(pair[0], max_length=160)))
         self.target.ahead = self.ahead
@@ -82,13 +83,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize(("look_ahead", "stop_below"), [(False, 0.0), (True, 0.0), (False, 0.3)])
 async def test_text_and_blocks_are_those_of_a_draft_that_never_works_ahead(
-    engines: Engines, pair: tuple[Any, Any], look_ahead: bool
+    engines: Engines, pair: tuple[Any, Any], look_ahead: bool, stop_below: float
 ) -> None:
     """Token for token under REJECTION too, so that its law can't be another. The engines check that each slot holds what
     its session believes, after every answer."""
-    eager, lazy = Pair(engines, pair, ROWS), Pair(engines, pair, 0)
+    eager, lazy = Pair(engines, pair, ROWS, stop_below), Pair(engines, pair, 0, stop_below)
     for name, sampling in SETTINGS.items():
         for seed in range(2):
             each = sampling_pb2.Sampling.FromString(sampling.SerializeToString())
@@ -99,6 +100,8 @@ async def test_text_and_blocks_are_those_of_a_draft_that_never_works_ahead(
             )
     stats = eager.engine.stats
     assert stats.invariant_violations == stats.ahead.failed_forwards == 0
+    assert (stats.draft.stopped_blocks > 5) == (stop_below > 0.0)
+    assert stats.draft.stopped_blocks == lazy.engine.stats.draft.stopped_blocks
     assert stats.ahead.chain_hits > 5
     assert stats.ahead.branch_hits > 5
     assert stats.ahead.misses > 5

@@ -56,6 +56,7 @@ def test_the_block_is_what_followed_the_same_run_before(
     [
         ("LAYERS", "1"),
         ("AHEAD_ROWS", "4"),
+        ("STOP_BELOW", "0.5"),
         ("GGUF_FILE", "a.gguf"),
         ("DEVICE", "cuda"),
         ("DTYPE", "float16"),
