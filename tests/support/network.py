@@ -12,6 +12,7 @@ import ipaddress
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 from types import TracebackType
 
@@ -78,8 +79,8 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "network namespaces: only root can make them"
     try:
-        with Link():
-            return ""
+        with Link() as link:
+            return "" if _answers(link.address) else "network namespaces: packets don't get to them and back"
     except (subprocess.SubprocessError, OSError) as error:
         return f"network namespaces: {_words(error)}"
 
@@ -96,6 +97,17 @@ def netem_missing() -> str:
             return ""
     except (subprocess.SubprocessError, OSError) as error:
         return f"lossy and slow links: {_words(error)}"
+
+
+def _answers(address: str) -> bool:
+    """Whether a closed port refuses a connection, as it does where nothing lies in between."""
+    try:
+        socket.create_connection((address, 9), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _run(*command: str) -> None:

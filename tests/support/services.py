@@ -96,7 +96,7 @@ class ServiceProcess:
 
     def channel(self) -> grpc.Channel:
         """A connection of its own: gRPC would share one between channels to the same address."""
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         credentials = self.security.credentials()
         if credentials is None:
             return grpc.insecure_channel(self.address, options=options)
@@ -207,6 +207,9 @@ def running_stack(
         links = {role: parts.enter_context(Link()) for role in linked}
         for role, link in links.items():
             addresses[role][-1] = f"{link.address}:{LINKED_PORT}"
+        if links:
+            # No proxy of this machine's leads there.
+            extra["no_grpc_proxy"] = ",".join(("127.0.0.1", "localhost", *(link.address for link in links.values())))
         stack = Stack(
             f"redis://127.0.0.1:{store_port}/0",
             drafts=_workers("draft", addresses["draft"], draft_model, extra, folder, faults, links),
