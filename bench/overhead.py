@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import tempfile
 import time
@@ -27,11 +28,13 @@ from .echo import measure_echo
 from .fixed_workers import ECHO_METHOD, TIMINGS_METHOD
 from .round_bytes import RoundBytes, round_bytes
 from .services import REPOSITORY, free_address, running, running_store
-from .statistic import quantile
+from .statistic import median, quantile
 
 TOKENIZER = REPOSITORY / "models" / "tiny-target"
 PROMPT = list(range(100, 164))
 WARM_UP_ROUNDS = 10
+_PLAIN_PAIRS = 4
+"""Pairs of runs at gamma 0 for each repeat: they differ by little."""
 CLOSING_ROUNDS = 2
 """Left out at a request's end: the last round also stores the finish."""
 
@@ -71,10 +74,24 @@ class OverheadCase:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainCost:
+    """Rounds at gamma 0, of one request at a time: by an orchestrator with drafts, and by one that was given none."""
+
+    pairs: int
+    """Runs of either, in turns."""
+    round_ratio: float
+    """With drafts over without: the median over the pairs of the ratios of their median rounds."""
+    cpu_ratio: float
+    """Of the CPU time of both orchestrators, for the same number of rounds."""
+
+
+@dataclass(frozen=True, slots=True)
 class OverheadResult:
     """All that was measured."""
 
     cases: list[OverheadCase]
+    plain: PlainCost | None
+    """None where gamma 0 was not asked for."""
     bytes_per_round: list[RoundBytes]
     gamma: int
     support_size: int
@@ -96,12 +113,21 @@ class _Samples:
 
 
 @dataclass(frozen=True, slots=True)
+class _WithoutDraft:
+    """An orchestrator that was given no draft, in front of the same target and store."""
+
+    calls: grpc.aio.Channel
+    process: psutil.Process
+
+
+@dataclass(frozen=True, slots=True)
 class _Bench:
     """The running services as the measurement sees them."""
 
     calls: grpc.aio.Channel
     workers: grpc.aio.Channel
     orchestrator: psutil.Process
+    without_draft: _WithoutDraft | None
 
     async def worker_timings(self) -> dict[str, float]:
         """Of the fixed workers since the last reading."""
@@ -115,10 +141,12 @@ async def measure(options: OverheadOptions) -> OverheadResult:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         async with _running(options, Path(folder)) as bench:
             samples = await _measure_cases(bench, options)
+            plain = await _measure_plain(bench, options)
             echo_p50 = await measure_echo(bench.workers, ECHO_METHOD)
     gamma = max(options.gammas)
     return OverheadResult(
         cases=[_case(concurrency, gamma, taken) for (concurrency, gamma), taken in samples.items()],
+        plain=plain,
         bytes_per_round=[round_bytes(size, gamma, options.support_size) for size in options.vocabulary_sizes],
         gamma=gamma,
         support_size=options.support_size,
@@ -139,6 +167,28 @@ async def _measure_cases(bench: _Bench, options: OverheadOptions) -> dict[tuple[
             rounds = max(options.rounds // concurrency, min(60, options.rounds))
             await _measure_once(bench, samples[concurrency, gamma], fixed_request(gamma, rounds, options), concurrency)
     return samples
+
+
+async def _measure_plain(bench: _Bench, options: OverheadOptions) -> PlainCost | None:
+    """Neighbouring runs are compared, since the speed of a machine drifts; which of them is first alternates."""
+    without = bench.without_draft
+    if without is None:
+        return None
+    request = fixed_request(0, options.rounds, options)
+    sides = [(bench.calls, bench.orchestrator), (without.calls, without.process)]
+    await generate(without.calls, fixed_request(0, 64, options))
+    medians: list[list[float]] = [[], []]
+    cpu = [0.0, 0.0]
+    for number in range(_PLAIN_PAIRS * options.repeats):
+        for side in (0, 1) if number % 2 else (1, 0):
+            calls, process = sides[side]
+            began = cpu_seconds(process)
+            heard = await generate(calls, request)
+            cpu[side] += cpu_seconds(process) - began
+            _check(heard, 0)
+            medians[side].append(median(heard.intervals(WARM_UP_ROUNDS, CLOSING_ROUNDS)))
+    ratios = [with_draft / alone for with_draft, alone in zip(*medians, strict=True)]
+    return PlainCost(len(ratios), median(ratios), cpu[0] / cpu[1] if cpu[1] else math.nan)
 
 
 async def _measure_once(bench: _Bench, samples: _Samples, request: api.GenerateRequest, concurrency: int) -> None:
@@ -210,7 +260,23 @@ async def _running(options: OverheadOptions, folder: Path) -> AsyncIterator[_Ben
             orchestrator.wait_serving(listen)
             async with grpc.aio.insecure_channel(listen) as calls, grpc.aio.insecure_channel(target) as side:
                 await wait_for_draft(calls, options)
-                yield _Bench(calls, side, psutil.Process(orchestrator.process.pid))
+                async with _without_draft(target, redis_url, options, folder) as without:
+                    yield _Bench(calls, side, psutil.Process(orchestrator.process.pid), without)
+
+
+@contextlib.asynccontextmanager
+async def _without_draft(
+    target: str, redis_url: str, options: OverheadOptions, folder: Path
+) -> AsyncIterator[_WithoutDraft | None]:
+    if 0 not in options.gammas:
+        yield None
+        return
+    listen = free_address()
+    environment = orchestrator_environment(listen, "", target, redis_url, options)
+    with running("without-draft", ["-m", "orchestrator"], environment, folder) as orchestrator:
+        orchestrator.wait_serving(listen)
+        async with grpc.aio.insecure_channel(listen) as calls:
+            yield _WithoutDraft(calls, psutil.Process(orchestrator.process.pid))
 
 
 def fixed_workers(draft: str, target: str, options: OverheadOptions) -> list[str]:
@@ -223,10 +289,10 @@ def fixed_workers(draft: str, target: str, options: OverheadOptions) -> list[str
 def orchestrator_environment(
     listen: str, draft: str, target: str, redis_url: str, options: OverheadOptions
 ) -> dict[str, str]:
-    """The settings of an orchestrator in front of the stand-ins."""
+    """The settings of an orchestrator in front of the stand-ins; without a draft where that is empty."""
     return {
         "TANDEM_ORCHESTRATOR_LISTEN": listen,
-        "TANDEM_DRAFT_ADDRESSES": draft,
+        **({"TANDEM_DRAFT_ADDRESSES": draft} if draft else {}),
         "TANDEM_TARGET_ADDRESSES": target,
         "TANDEM_TOKENIZER": str(options.tokenizer),
         "TANDEM_REDIS_URL": redis_url,

@@ -17,6 +17,7 @@ from .pair_results import PairRow
 from .statistic import median
 from .tracing_cost import TracingResult
 
+PLAIN_GOAL = 1.02
 ROUND_GOAL = 1.0
 """Milliseconds for a round of one request beside the models, p50."""
 BYTES_GOAL = 10_000
@@ -80,6 +81,11 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
         "of it not ours: time in the stand-ins for draft and target, part of the round. items: in one message. "
         f"A bare echo over a stream takes {result.echo_p50:.2f} ms here; a round of one request crosses two, and the caller's."
     )
+    if result.plain is not None:
+        times.caption += (
+            f" A round at gamma 0 takes {result.plain.round_ratio:.3f} of what it takes an orchestrator that was given no draft, "
+            f"its CPU time {result.plain.cpu_ratio:.3f} ({result.plain.pairs} runs of either, in turns)."
+        )
     sizes = results_table(
         f"Bytes of a round (gamma {result.gamma}, k {result.support_size})",
         ("vocabulary", "Propose", "Proposal", "Verify", "Verdict", "total"),
@@ -250,6 +256,10 @@ def overhead_goals(result: OverheadResult) -> list[Goal]:
         if case.concurrency == 1
     ]
     most = max(each.total for each in result.bytes_per_round)
+    if result.plain is not None:
+        ratio = result.plain.round_ratio
+        goal = f"<= {PLAIN_GOAL}"
+        goals.append(Goal("round at gamma 0 / without a draft", f"{ratio:.3f}", goal, ratio <= PLAIN_GOAL))
     return [*goals, Goal("bytes per round", f"{most:,}", f"<= {BYTES_GOAL:,}", most <= BYTES_GOAL)]
 
 

@@ -45,6 +45,9 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case in cases:
         assert 0 < case["round_p50"] <= case["round_p95"]
         assert case["rounds"] >= 15 * case["concurrency"]
+    plain = numbers["overhead"]["plain"]
+    assert plain["pairs"] == 4
+    assert plain["round_ratio"] > 0
     assert numbers["overhead"]["bytes_per_round"][-1]["total"] < 10_000
     printed = capsys.readouterr().out
     assert "bytes per round" in printed
