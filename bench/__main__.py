@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from . import acceptance, capacity, network, overhead, pair, peers, serving, simulation_check, tables, tracing_cost
+from . import acceptance, capacity, gathering, network, overhead, pair, peers, serving, simulation_check, tables, tracing_cost
 from .arguments import cases_from, models_from, options_from, parse
 from .machine import load_average, this_machine
 from .padded_target import pad
@@ -80,6 +80,7 @@ def _run(options: argparse.Namespace) -> Iterator[Found]:
         "pair": _pair,
         "peers": _peers,
         "serving": _serving,
+        "gathering": _gathering,
         "network": _network,
         "simulate": _simulate,
         "acceptance": _acceptance,
@@ -134,6 +135,13 @@ def _serving(options: argparse.Namespace) -> Found:
     with _models(options) as options.models:
         found = uvloop.run(serving.measure(options_from(options, serving.ServingOptions)))
     return Found("serving", found, serving_tables(found), serving_goals(found))
+
+
+def _gathering(options: argparse.Namespace) -> Found:
+    with _models(options) as options.models:
+        wanted = options_from(options, gathering.GatheringOptions)
+        found = uvloop.run(gathering.measure(wanted))
+    return Found("gathering", found, [gathering.gathering_table(found, wanted)])
 
 
 def _network(options: argparse.Namespace) -> Found:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .gathering import GatheringOptions
 from .network import NetworkOptions
 from .pair import TEMPERATURES, PairOptions
 from .peers import PeersOptions
@@ -24,6 +25,7 @@ COMMANDS = {
     "pair": "speed-up of a pair of models, beside the cost model's prediction",
     "peers": "the same pair through transformers' generate, alone and assisted, and through Tandem",
     "serving": "many requests at the same time, and prompts with a common beginning",
+    "gathering": "requests out of phase, at a target whose steps wait for those about to come back and at another",
     "network": "a distance between the services",
     "simulate": "capacity planning: drafts for each target, best gamma, break-even distance, from measured constants",
     "acceptance": "what the pair accepts of fixed prompts, beside what it did; fails on a fall",
@@ -38,6 +40,7 @@ _QUICK: dict[type, dict[str, Any]] = {
     },
     PeersOptions: {"cases": (("chat", 0.0), ("copying", 0.0), ("prose", 1.0)), "max_tokens": 32, "repeats": 1},
     ServingOptions: {"concurrencies": (1, 4, 16), "max_tokens": 16, "repeats": 1},
+    GatheringOptions: {"concurrencies": (1, 2), "max_tokens": 16, "repeats": 1},
     NetworkOptions: {"gammas": (0, 2), "max_tokens": 24, "repeats": 1},
 }
 
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "pair": _add_pair,
         "peers": _add_peers,
         "serving": _add_serving,
+        "gathering": _add_gathering,
         "network": _add_network,
         "simulate": _add_simulate,
         "acceptance": _add_acceptance,
@@ -163,6 +167,14 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="runs of each case, each side taking turns")
     parser.add_argument("--samples", type=int, help="timings of each worker step")
     parser.add_argument("--shared-tokens", type=int, help="tokens of the common beginning")
+
+
+def _add_gathering(parser: argparse.ArgumentParser) -> None:
+    _add_models(parser)
+    parser.add_argument("--requests", dest="concurrencies", type=_numbers, help="requests at the same time: 1,2,4,16")
+    parser.add_argument("--gamma", dest="gammas", type=_numbers, help="draft tokens of a round: 0,5")
+    parser.add_argument("--tokens", dest="max_tokens", type=int, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, help="pairs of runs of each case")
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:

@@ -91,10 +91,11 @@ async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
 
 def _requests(bench: _Bench, count: int, gamma: int, first: int) -> list[api.GenerateRequest]:
     """Different prompts, none of which shares its beginning with another."""
-    return [_request(bench, _token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
+    return [_request(bench, random_token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
 
 
-def _token_ids(seed: int, count: int) -> list[int]:
+def random_token_ids(seed: int, count: int) -> list[int]:
+    """The same for the same seed."""
     drawn = np.random.default_rng(seed).integers(FIRST_TOKEN_ID, LARGEST_TOKEN_ID, count)
     return [int(token_id) for token_id in drawn]
 
@@ -110,11 +111,11 @@ def _request(bench: _Bench, prompt: Sequence[int], gamma: int) -> api.GenerateRe
 
 
 async def _load(bench: _Bench, channel: grpc.aio.Channel, requests: Sequence[api.GenerateRequest]) -> Load:
-    forwards, items = _batches(bench.target_metrics)
+    forwards, items = batches(bench.target_metrics)
     cpu = _cpu_seconds(bench.orchestrator)
     heard = await generate_together(channel, requests)
     cpu = _cpu_seconds(bench.orchestrator) - cpu
-    forwards_after, items_after = _batches(bench.target_metrics)
+    forwards_after, items_after = batches(bench.target_metrics)
     for each in heard:
         if each.finish.speculation.degraded_rounds or each.finish.speculation.rebuilds:
             raise AssertionError(f"the rounds were not what was to be measured: {each.finish.speculation}")
@@ -124,12 +125,12 @@ async def _load(bench: _Bench, channel: grpc.aio.Channel, requests: Sequence[api
 async def _prefix(bench: _Bench) -> PrefixResult:
     """The same beginning with and without what the cache has of it, taking turns."""
     options = bench.options
-    beginning = _token_ids(1, options.shared_tokens)
+    beginning = random_token_ids(1, options.shared_tokens)
     cold: list[float] = []
     warm: list[float] = []
     for trial in range(options.prefix_trials + 1):
         for times, salt in ((cold, f"trial {trial}"), (warm, "all trials")):
-            request = _request(bench, [*beginning, *_token_ids(2 + trial, QUESTION_TOKENS)], max(options.gammas))
+            request = _request(bench, [*beginning, *random_token_ids(2 + trial, QUESTION_TOKENS)], max(options.gammas))
             request.max_tokens = 2
             request.cache_salt = salt
             heard = await generate(bench.together, request)
@@ -157,7 +158,7 @@ async def _constants(bench: _Bench, cases: Sequence[ServingCase]) -> Constants |
     return serving_constants(draft_steps, forwards, cases)
 
 
-def _batches(address: str) -> tuple[float, float]:
+def batches(address: str) -> tuple[float, float]:
     """Forwards of the target so far, and the items in them."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -176,7 +177,7 @@ async def _warm_up(bench: _Bench) -> None:
     """What is made on first use is made, and both orchestrators, which are ready without a draft, have found it."""
     deadline = time.monotonic() + DRAFT_SECONDS
     for channel, gamma in itertools.product((bench.together, bench.alone), bench.options.gammas):
-        request = _request(bench, _token_ids(0, PROMPT_TOKENS), gamma)
+        request = _request(bench, random_token_ids(0, PROMPT_TOKENS), gamma)
         while (await generate(channel, request)).finish.speculation.degraded_rounds:
             if time.monotonic() > deadline:
                 raise AssertionError("an orchestrator found no draft")
@@ -189,9 +190,9 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
     most = max(options.concurrencies)
     async with contextlib.AsyncExitStack() as stack:
         redis_url = stack.enter_context(running_store(folder))
-        run_all(stack, [_worker(role, address, metrics, options) for role, address in workers.items()], folder)
+        run_all(stack, [planned_worker(role, address, metrics, options) for role, address in workers.items()], folder)
         places = {"together": most, "alone": 1}
-        planned = [_orchestrator(name, count, workers, redis_url, options) for name, count in places.items()]
+        planned = [planned_orchestrator(name, count, workers, redis_url, options) for name, count in places.items()]
         services = run_all(stack, planned, folder)
         calls = [
             await stack.enter_async_context(grpc.aio.insecure_channel(orchestrator.address)) for orchestrator in planned
@@ -201,7 +202,8 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
         yield _Bench(calls[0], calls[1], process, metrics, streams, options)
 
 
-def _worker(role: str, listen: str, metrics: str, options: ServingOptions) -> Planned:
+def planned_worker(role: str, listen: str, metrics: str, options: ServingOptions, gather: bool = True) -> Planned:
+    """A draft, or a target that serves its metrics."""
     models, prefix = options.models, f"TANDEM_{role.upper()}"
     environment = {
         f"{prefix}_LISTEN": listen,
@@ -214,12 +216,14 @@ def _worker(role: str, listen: str, metrics: str, options: ServingOptions) -> Pl
     }
     if role == "target":
         environment["TANDEM_TARGET_METRICS_LISTEN"] = metrics
+        environment["TANDEM_TARGET_GATHER"] = str(gather).lower()
     return Planned(role, f"{role}_service", environment, listen)
 
 
-def _orchestrator(
+def planned_orchestrator(
     name: str, places: int, workers: Mapping[str, str], redis_url: str, options: ServingOptions
 ) -> Planned:
+    """One that runs so many requests at a time."""
     listen = free_address()
     environment = {
         "TANDEM_ORCHESTRATOR_LISTEN": listen,

@@ -18,12 +18,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from tandem.engine.gathering import Gathering
+
 _Any = TypeVar("_Any")
 GOLDEN = 0.6180339887498949
 """Steps of this length round the unit interval fill it most evenly (Weyl, 1916)."""
 IN_STEP, IN_TURNS = 0.0, 1.0
 """How requests begin: at the same moment, or spread over a plain round."""
 WARM_UP_SHARE = 0.2
+MOST_TOKENS = 2048
+"""In a forward, as `tandem/engine/scheduler.py` has it."""
 ROUNDS, LEAST_ROUNDS = 800, 30
 """Of all requests together, and of each at least."""
 
@@ -80,6 +84,8 @@ class Layout:
     orchestrators: int = 1
     draft_round_trip: float = 0.0
     target_round_trip: float = 0.0
+    gather: bool = True
+    """Whether a target waits a moment for requests that are about to come back, as the service's does by default."""
     ahead: float = 0.0
     """Share of the blocks that the draft has ready when they are asked for, drafted while the target verified."""
 
@@ -108,7 +114,8 @@ class _Device:
     """Runs one forward at a time. One that has both models drafts all blocks first and verifies them together, as an engine of
     one process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathering: Gathering[_Request] | None = None) -> None:
+        self.gathering = gathering
         self.verifying: list[_Request] = []
         self.drafting: list[_Request] = []
         self.running = False
@@ -143,7 +150,10 @@ class _Run:
     def __init__(self, constants: Constants, layout: Layout, requests: int, gamma: int, spread: float) -> None:
         self._spread = spread
         self._constants, self._layout, self._gamma = constants, layout, gamma
-        self._targets = [_Device() for _ in range(layout.targets)]
+        self._targets = [
+            _Device(Gathering(constants.target_forward, MOST_TOKENS) if layout.gather else None)
+            for _ in range(layout.targets)
+        ]
         self._drafts = [_Device() for _ in range(layout.drafts)] or self._targets
         orchestrators = [_Orchestrator() for _ in range(layout.orchestrators)]
         self._requests = [
@@ -219,6 +229,8 @@ class _Run:
         self._after(self._layout.target_round_trip / 2, lambda: self._at_target(request))
 
     def _at_target(self, request: _Request) -> None:
+        if request.target.gathering is not None:
+            request.target.gathering.arrived(request, self._now)
         request.target.verifying.append(request)
         self._wake(request.target)
 
@@ -233,10 +245,26 @@ class _Run:
             stepping = list(device.drafting)
             seconds = self._constants.draft_step.seconds(len(stepping))
             self._occupy(device, seconds, lambda: self._stepped(device, stepping))
-        else:
-            batch, device.verifying = device.verifying, []
-            seconds = self._constants.target_forward.seconds(len(batch) * (self._gamma + 1))
-            self._occupy(device, seconds, lambda: self._verified(batch))
+            return
+        wait = self._gathering_seconds(device)
+        if wait:
+            self._after(wait, lambda: self._run_device(device))
+            return
+        batch, device.verifying = device.verifying, []
+        tokens = len(batch) * (self._gamma + 1)
+        seconds = self._constants.target_forward.seconds(tokens)
+
+        def verified() -> None:
+            if device.gathering is not None:
+                device.gathering.ran(tokens, seconds)
+            self._verified(batch)
+
+        self._occupy(device, seconds, verified)
+
+    def _gathering_seconds(self, device: _Device) -> float:
+        if device.gathering is None:
+            return 0.0
+        return device.gathering.seconds([self._gamma + 1] * len(device.verifying), self._now)
 
     def _occupy(self, device: _Device, seconds: float, done: Callable[[], None]) -> None:
         device.running = True
@@ -258,6 +286,8 @@ class _Run:
 
     def _verified(self, batch: Sequence[_Request]) -> None:
         for request in batch:
+            if request.target.gathering is not None:
+                request.target.gathering.answered(request, self._gamma + 1, self._now)
             self._after(self._layout.target_round_trip / 2, partial(self._end, request))
 
     def _end(self, request: _Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.config import seconds, setting, whole_number
+from tandem.config import flag, seconds, setting, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
 
@@ -27,4 +27,9 @@ class TargetConfig(WorkerSettings):
     )
     max_waiting_seconds: float = seconds(
         "TANDEM_TARGET_MAX_WAITING_SECONDS", 30.0, most=3600, help="longest wait for a cache slot"
+    )
+    gather: bool = flag(
+        "TANDEM_TARGET_GATHER",
+        True,
+        help="let a step wait a moment for requests that are about to come back, where that pays",
     )

@@ -22,4 +22,5 @@ def prepare(settings: TargetConfig) -> Prepared:
             forward_cost=model.forward_cost,
         ),
         waiting=WaitingLimits(settings.max_waiting, settings.max_waiting_seconds),
+        gather=settings.gather,
     )

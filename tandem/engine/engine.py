@@ -24,6 +24,7 @@ import torch
 
 from tandem.engine.draft_stats import DraftStats
 from tandem.engine.faults import ItemFault, invalid
+from tandem.engine.gathering import Gathering
 from tandem.engine.idle import AheadStats, IdleWork, SlotWork
 from tandem.engine.job import JobT, Method, RaggedModel, WorkItem
 from tandem.engine.sampling_fields import has_form, params_of
@@ -76,6 +77,9 @@ class EngineStats:
     shared_sessions: int = 0
     """Sessions that began with such tokens."""
     busy_seconds: float = 0.0
+    gatherings: int = 0
+    """Steps that waited a moment for sessions which were about to come back."""
+    gathering_seconds: float = 0.0
     sessions: int = 0
     slots_used: int = 0
     running: int = 0
@@ -101,8 +105,10 @@ class Engine(Generic[JobT]):
         reuse_prefixes: bool = True,
         idle: IdleWork | None = None,
         forms: Forms | None = None,
+        gather: bool = False,
         debug_invariants: bool = False,
     ) -> None:
+        """`gather`: steps wait a moment for sessions that are about to come back, where it pays."""
         self.stats = EngineStats()
         self._lm = lm
         self._method = method
@@ -119,6 +125,10 @@ class Engine(Generic[JobT]):
             self.stats.ahead = idle.stats
             idle.attach(SlotWork(lm, self._ledger), for_sessions)
         self._scheduler: Scheduler[JobT] = Scheduler(limits)
+        self._gathering: Gathering[Session] | None = (
+            Gathering(limits.forward_cost, limits.decode_tokens) if gather else None
+        )
+        self._gathering_since: float | None = None
         self._jobs: dict[Session, JobT] = {}
         self._waiting_limits = waiting
         self._waiting: dict[Session, float] = {}
@@ -211,6 +221,8 @@ class Engine(Generic[JobT]):
         self, stream: Stream, item: WorkItem, known: Session | None, params: Callable[[], SamplingParams]
     ) -> None:
         session = known if known is not None else self._new_session(item)
+        if self._gathering is not None:
+            self._gathering.arrived(session, time.perf_counter())
         session.check_epoch(item.cache_epoch)
         sampling = params() if item.HasField("sampling") else session.sampling
         if sampling is None:
@@ -382,6 +394,8 @@ class Engine(Generic[JobT]):
         self._waiting.pop(session, None)
         if self._idle is not None:
             self._idle.ended(session)
+        if self._gathering is not None:
+            self._gathering.ended(session)
         if session.slot is not None:
             self._slots.release(session)
         return job
@@ -399,9 +413,12 @@ class Engine(Generic[JobT]):
         else:
             self._call_loop(partial(_set_result, done))
 
-    def _step(self) -> bool:
-        """One step; True while there is work left."""
+    def _step(self) -> float | None:
+        """One step, if it is time for it; returns how long to wait for commands before the next, None: until one comes."""
         self._flush()
+        wait = self._gathering_seconds()
+        if wait:
+            return wait
         if self._idle is not None and not len(self._scheduler):
             self._idle.step()
         self._share_prefills()
@@ -409,7 +426,21 @@ class Engine(Generic[JobT]):
             self._run(batch)
             self._flush()  # a chunk of prefill that comes next holds no answers up
         self._count_levels()
-        return len(self._scheduler) > 0 or (self._idle is not None and self._idle.wanted)
+        return 0.0 if len(self._scheduler) or (self._idle is not None and self._idle.wanted) else None
+
+    def _gathering_seconds(self) -> float:
+        """How long this step should wait for sessions that are about to come back."""
+        if self._gathering is None:
+            return 0.0
+        now = time.perf_counter()
+        wait = self._gathering.seconds(self._scheduler.short_feeds(), now)
+        if wait and self._gathering_since is None:
+            self._gathering_since = now
+        elif not wait and self._gathering_since is not None:
+            self.stats.gatherings += 1
+            self.stats.gathering_seconds += now - self._gathering_since
+            self._gathering_since = None
+        return wait
 
     def _count_levels(self) -> None:
         self.stats.sessions = self._sessions
@@ -467,6 +498,8 @@ class Engine(Generic[JobT]):
 
     def _finish(self, job: JobT) -> None:
         session = job.session
+        if self._gathering is not None:
+            self._gathering.answered(session, job.rows, time.perf_counter())
         if self._ledger is not None:
             try:
                 session.check()
@@ -512,6 +545,8 @@ class Engine(Generic[JobT]):
         self.stats.feeds += len(batch.feeds)
         self.stats.tokens += tokens
         self.stats.busy_seconds += seconds
+        if self._gathering is not None:
+            self._gathering.ran(len(batch.feeds) * max(feed.token_ids.size for feed in batch.feeds), seconds)
         step = Step(began_ns, len(batch.jobs), tokens, seconds)
         for job in batch.jobs:
             job.work.took(step)

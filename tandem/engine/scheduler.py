@@ -68,6 +68,11 @@ class Scheduler(Generic[JobT]):
         """The jobs whose next feed is a chunk of prefill."""
         return [job for job in self._jobs if job.pending > self._limits.short_feed]
 
+    def short_feeds(self) -> list[int]:
+        """The sizes of what the next step would run, if there is no prefill in it; else nothing."""
+        sizes = [job.pending for job in self._jobs]
+        return sizes if all(size <= self._limits.short_feed for size in sizes) else []
+
     def plan(self) -> list[Batch[JobT]]:
         """The forwards of the next step, at most one of them a chunk of prefill. A job is in at most one of them."""
         short: list[JobT] = []

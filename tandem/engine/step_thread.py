@@ -15,9 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepThread:
-    """Runs commands in order and, while there is work, steps; `step` says whether any is left."""
+    """Runs commands in order and, while there is work, steps.
 
-    def __init__(self, name: str, step: Callable[[], bool], on_death: Callable[[BaseException], None]) -> None:
+    `step` says how long the next one may wait for a command: 0 where there is work to do, None where there is none.
+    """
+
+    def __init__(self, name: str, step: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._step = step
         self._on_death = on_death
@@ -40,17 +43,17 @@ class StepThread:
 
     def _run(self) -> None:
         try:
-            busy = False
-            while self._drain(wait=not busy):
-                busy = self._step()
+            seconds: float | None = None
+            while self._drain(seconds):
+                seconds = self._step()
         except BaseException as error:  # reported, and the end of this thread in any case
             logger.critical("the step thread died", exc_info=True)
             self._on_death(error)
 
-    def _drain(self, *, wait: bool) -> bool:
-        """Runs the commands that are there, after waiting for one if so asked; False when the thread is to end."""
+    def _drain(self, seconds: float | None) -> bool:
+        """Runs the commands that are there, after waiting for one so long, None: for ever; False when the thread is to end."""
         try:
-            command = self._inbox.get(block=wait)
+            command = self._inbox.get(seconds != 0, seconds)
             while command is not None:
                 command()
                 command = self._inbox.get_nowait()

@@ -40,6 +40,8 @@ class Prepared:
     idle: IdleWork | None = None
     stats: DraftStats | None = None
     """What the method counts, for the metrics."""
+    gather: bool = False
+    """Whether steps wait a moment for sessions that are about to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def main(worker: Worker[Any]) -> int:
             reuse_prefixes=settings.prefix_reuse,
             idle=prepared.idle,
             forms=prepared.model.forms,
+            gather=prepared.gather,
             debug_invariants=settings.debug_invariants,
         )
         if prepared.stats is not None:

@@ -1,0 +1,132 @@
+"""Whether a step waits a moment for sessions that will be back at once.
+
+A step takes whatever waits. So two requests that are out of phase share no forward, ever: each one's next item arrives
+while the other's forward runs, and each decodes at half the rate, although a forward of two costs hardly more than one of
+one. A step that waits for the other brings them into phase, and from then on there is nothing to wait for.
+
+It is worth it where the wait and one forward of all take clearly less than two forwards in turns. How long a session stays
+away is known from its last rounds, what forwards cost from those that ran. Who is late is not waited for again before it
+has been back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+CLEARLY = 0.9
+"""Of the time of two forwards in turns: more for the wait and the forward of all, and there is no wait."""
+LONGEST_SHARE = 0.5
+"""Of the forward of those who wait: more a step never waits, whoever comes meanwhile."""
+LEAST_SECONDS = 2e-5
+"""Shorter waits are over before they begin."""
+_NEW = 0.25
+"""Weight of the latest observation."""
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class Cost(Protocol):
+    """What a forward takes by its padded tokens, in any unit."""
+
+    def seconds(self, tokens: int, /) -> float: ...
+
+
+@dataclass(slots=True)
+class _Pace:
+    """A session between an answer and its next item."""
+
+    tokens: int = 1
+    """Of its last feed."""
+    answered: float | None = None
+    """When; None while something of it runs."""
+    away: float | None = None
+    """Seconds from an answer to the next item, smoothed; None before the first time."""
+    deviation: float = 0.0
+    """Of these seconds, as smooth."""
+
+    def arrived(self, now: float) -> None:
+        if self.answered is None:
+            return
+        seconds = now - self.answered
+        self.answered = None
+        if self.away is None:
+            self.away, self.deviation = seconds, seconds / 2
+            return
+        self.deviation += _NEW * (abs(seconds - self.away) - self.deviation)
+        self.away += _NEW * (seconds - self.away)
+
+
+class Gathering(Generic[KeyT]):
+    """Knows who is away and when each one is likely to be back. Times are seconds on any one clock."""
+
+    def __init__(self, cost: Cost, most_tokens: int) -> None:
+        """`most_tokens` is what a forward may have, padded."""
+        self._cost = cost
+        self._most_tokens = most_tokens
+        self._paces: dict[KeyT, _Pace] = {}
+        self._scale: float | None = None
+        """Seconds of a forward over what `cost` says; None before the first."""
+        self._began: float | None = None
+        """When the wait began, if one is under way."""
+
+    def arrived(self, key: KeyT, now: float) -> None:
+        """The next item of a session is there."""
+        pace = self._paces.get(key)
+        if pace is not None:
+            pace.arrived(now)
+
+    def answered(self, key: KeyT, tokens: int, now: float) -> None:
+        """A session's item of so many tokens is answered."""
+        pace = self._paces.setdefault(key, _Pace())
+        pace.tokens, pace.answered = tokens, now
+
+    def ended(self, key: KeyT) -> None:
+        """The session won't be back."""
+        self._paces.pop(key, None)
+
+    def ran(self, tokens: int, seconds: float) -> None:
+        """A forward of so many padded tokens is over."""
+        scale = seconds / self._cost.seconds(tokens)
+        self._scale = scale if self._scale is None else self._scale + _NEW * (scale - self._scale)
+
+    def seconds(self, waiting: Sequence[int], now: float) -> float:
+        """How much longer the step of items of these sizes should wait for others; 0: it should run."""
+        wait = self._wait(waiting, now) if waiting and self._scale is not None else 0.0
+        if wait < LEAST_SECONDS:
+            self._began = None
+            return 0.0
+        if self._began is None:
+            self._began = now
+        return wait
+
+    def _wait(self, waiting: Sequence[int], now: float) -> float:
+        expected = sorted(
+            (pace.answered + pace.away + pace.deviation, pace.tokens)
+            for pace in self._paces.values()
+            if pace.answered is not None and pace.away is not None
+        )
+        began = self._began if self._began is not None else now
+        alone = self._forward(len(waiting), max(waiting))
+        latest = began + LONGEST_SHARE * alone
+        best, until = 0.0, now
+        count = widest = 0
+        for back, tokens in expected:
+            if back <= now:
+                continue  # late already
+            if back > latest:
+                break
+            count, widest = count + 1, max(widest, tokens)
+            all_of_them, width = len(waiting) + count, max(widest, *waiting)
+            if all_of_them * width > self._most_tokens:
+                break
+            in_turns = alone + self._forward(count, widest)
+            saved = CLEARLY * in_turns - (back - now) - self._forward(all_of_them, width)
+            if saved > best:
+                best, until = saved, back
+        return until - now
+
+    def _forward(self, items: int, width: int) -> float:
+        assert self._scale is not None
+        return self._scale * self._cost.seconds(items * width)

@@ -1,0 +1,116 @@
+"""When a step waits for others, and that one never waits for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from bench.simulation import Constants, Curve, Layout, simulate
+from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost
+from tandem.engine.gathering import LEAST_SECONDS, LONGEST_SHARE, Gathering
+from tests.engine.harness import GREEDY, Client, Engines, plain_greedy_by_engine, reason, verify_item
+from tests.engine.models import over_slots, plain_greedy, random_ids, random_model
+
+MOST_TOKENS = 64
+LINEAR = ForwardCost(((1, 1.0), (2, 2.0)))
+
+
+def gathering(cost: ForwardCost = FREE_TOKENS, forward: float = 1.0) -> Gathering[str]:
+    """One whose forwards of a token took `forward` seconds."""
+    made: Gathering[str] = Gathering(cost, MOST_TOKENS)
+    made.ran(1, forward)
+    return made
+
+
+def come_and_go(made: Gathering[str], name: str, away: Sequence[float], until: float, tokens: int = 1) -> None:
+    """A session that was away for such times, and is answered at `until`."""
+    now = until - sum(away)
+    for seconds in away:
+        made.answered(name, tokens, now)
+        now += seconds
+        made.arrived(name, now)
+    made.answered(name, tokens, until)
+
+
+def test_a_step_waits_for_who_is_about_to_come_back() -> None:
+    made = gathering()
+    come_and_go(made, "b", [0.1] * 40, until=10.0)
+    assert made.seconds([1], 10.0) == pytest.approx(0.1, rel=0.01)
+    assert made.seconds([1], 10.05) == pytest.approx(0.05, rel=0.02)
+    made.arrived("b", 10.1)
+    assert made.seconds([1, 1], 10.1) == 0.0
+
+
+def test_nobody_waits_without_a_reason() -> None:
+    made = gathering()
+    assert made.seconds([1], 0.0) == 0.0, "nobody else is known"
+    made.answered("new", 1, 0.0)
+    assert made.seconds([1], 0.0) == 0.0, "how long this one stays away isn't known yet"
+    come_and_go(made, "b", [0.1] * 40, until=10.0)
+    assert made.seconds([], 10.0) == 0.0, "nothing is there that could run: all wait for commands anyway"
+    made.ended("b")
+    assert made.seconds([1], 10.0) == 0.0
+
+
+def test_who_is_late_is_not_waited_for() -> None:
+    made = gathering()
+    come_and_go(made, "b", [0.1] * 40, until=10.0)
+    assert made.seconds([1], 10.2) == 0.0
+
+
+@pytest.mark.parametrize(("away", "waits"), [(0.1, True), (0.45, True), (0.55, False), (3.0, False)])
+def test_a_wait_is_a_share_of_a_forward_at_most(away: float, waits: bool) -> None:
+    made = gathering()
+    come_and_go(made, "b", [away] * 40, until=10.0)
+    assert (made.seconds([1], 10.0) > 0) == waits
+
+
+def test_one_after_the_other_they_hold_a_step_up_no_longer() -> None:
+    """Each one comes in time, and with each comes the news of another."""
+    made = gathering()
+    for number in range(20):
+        come_and_go(made, str(number), [0.1] * 40, until=10.0 + 0.09 * number)
+    now, waiting = 10.0, [1]
+    while wait := made.seconds(waiting, now):
+        now += wait
+        waiting.append(1)
+    assert now <= 10.0 + LONGEST_SHARE + LEAST_SECONDS
+
+
+def test_there_is_no_wait_where_a_forward_of_all_costs_as_much_as_two() -> None:
+    made = gathering(LINEAR)
+    come_and_go(made, "b", [0.01] * 40, until=10.0)
+    assert made.seconds([1], 10.0) == 0.0
+
+
+def test_there_is_no_wait_for_one_who_finds_no_room() -> None:
+    made = gathering()
+    come_and_go(made, "b", [0.1] * 40, until=10.0)
+    assert made.seconds([1] * MOST_TOKENS, 10.0) == 0.0
+
+
+def test_who_comes_back_at_any_time_is_not_counted_on() -> None:
+    made = gathering()
+    come_and_go(made, "b", [0.01, 0.9] * 20, until=10.0)
+    assert made.seconds([1], 10.0) == 0.0
+
+
+CURVES = {"flat": Curve(((1.0, 0.030), (64.0, 0.036))), "rising": Curve(((1.0, 0.05), (5.0, 0.08), (33.0, 0.30)))}
+
+
+@pytest.mark.parametrize("target", CURVES.values(), ids=CURVES)
+@pytest.mark.parametrize("gamma", [0, 5])
+@pytest.mark.parametrize("requests", [1, 2, 4, 16])
+def test_requests_out_of_phase_gain_and_nobody_loses(target: Curve, gamma: int, requests: int) -> None:
+    """In the simulation, whose targets ask this very class."""
+    costs = Constants(draft_step=Curve(((1.0, 0.002),)), target_forward=target, overhead=0.002, acceptance=(0.8, 0.7))
+    for spread in (0.0, 0.4, 1.0):
+        on, off = (
+            simulate(costs, Layout(gather=gather), requests=requests, gamma=gamma, spread=spread).tokens_per_second
+            for gather in (True, False)
+        )
+        assert on >= 0.999 * off
+        if requests == 2 and gamma == 0 and spread:
+            assert on > 1.4 * off
