@@ -59,7 +59,8 @@ class CausalLM:
         """Runs the feeds, of different sessions, and stores their keys and values.
 
         Returns the wanted logits, float32 [sum of rows, padded vocabulary], in the order of the feeds. Adjacent slots
-        in rising order are the fast case.
+        in rising order are the fast case. Raises ArithmeticError where a piece of a prefill, whose logits nobody reads,
+        left keys and values that aren't numbers: they would outlast their request, as a prefix for others to share.
         """
         batch = len(feeds)
         width = max(feed.token_ids.size for feed in feeds)
@@ -80,6 +81,7 @@ class CausalLM:
             use_cache=True,
             logits_to_keep=keep,
         )
+        _check_pieces(output.logits, feeds)
         return _wanted_rows(output.logits, feeds, keep).float()
 
     @torch.inference_mode()
@@ -150,6 +152,14 @@ def _as_slice(feeds: Sequence[Feed]) -> slice | None:
     if all(feed.slot == first + index for index, feed in enumerate(feeds)):
         return slice(first, first + len(feeds))
     return None
+
+
+def _check_pieces(logits: torch.Tensor, feeds: Sequence[Feed]) -> None:
+    """What is not a number among the keys and values of a piece is seen by its last token, so by that one's logits."""
+    pieces = [index for index, feed in enumerate(feeds) if not feed.rows]
+    # Less than infinity is any number, and minus infinity, which some models have for ids that no token has.
+    if pieces and not bool((logits[pieces, -1] < torch.inf).all()):
+        raise ArithmeticError("a piece of a prefill gave logits that are not finite")
 
 
 def _wanted_rows(logits: torch.Tensor, feeds: Sequence[Feed], keep: int) -> torch.Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.engine import slot_pool
 from tandem.engine.engine import Engine
+from tandem.engine.feed import Feed
 from tandem.engine.slot_pool import LEAST_SHARED_TOKENS
 from tandem.wire import IdArray
 from tests.engine.harness import (
@@ -23,7 +26,7 @@ from tests.engine.harness import (
     speculative,
     verify_item,
 )
-from tests.engine.models import VOCABULARY, over_slots, random_ids, random_model
+from tests.engine.models import VOCABULARY, over_slots, plain_greedy, random_ids, random_model
 
 SYSTEM = random_ids(1, 60)
 GAMMAS = [0, 1, 2, 5, 8]
@@ -133,6 +136,33 @@ async def test_the_fault_free_rows_are_equal(engines: Engines) -> None:
     for number in range(6):
         assert await first_rows(warm, question(number)) == await first_rows(cold, question(number))
     assert warm.engine.stats.shared_tokens == 5 * SYSTEM.size
+
+
+async def test_a_prefill_that_is_broken_off_leaves_nothing_that_is_not_finite(engines: Engines) -> None:
+    """The logits of its first pieces are nobody's, and its keys and values outlast it: as a prefix for the next request."""
+    model = random_model()
+    embeddings = model.get_input_embeddings().weight.data
+    lm = over_slots(model, slots=3, max_length=200)
+    client = Client(engines.target(lm, prefill_chunk=32))
+    healthy, forward = embeddings[SYSTEM[10]].clone(), lm.forward
+
+    def broken_off(feeds: Sequence[Feed]) -> torch.Tensor:
+        """Something goes wrong for a moment, in which the caller leaves."""
+        client.engine.release(client.stream, ["first"])
+        embeddings[SYSTEM[10]] = torch.nan
+        try:
+            return forward(feeds)
+        finally:
+            embeddings[SYSTEM[10]] = healthy
+            lm.forward = forward  # type: ignore[method-assign]
+
+    lm.forward = broken_off  # type: ignore[method-assign]
+    first = await client.ask(verify_item("first", 0, question(1), 0, sampling=GREEDY))
+    for name in ("second", "third"):
+        answer = await client.ask(verify_item(name, 0, question(2), 0, sampling=GREEDY))
+        assert reason(answer) == ""
+        assert [answer.result[0].outside_token_id] == plain_greedy(model, question(2), 1)
+    assert reason(first) == "INTERNAL"
 
 
 async def test_different_salts_share_nothing(engines: Engines) -> None:
