@@ -18,7 +18,19 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from . import acceptance, capacity, gathering, network, overhead, pair, peers, serving, simulation_check, tables, tracing_cost
+from . import (
+    acceptance,
+    capacity,
+    gathering,
+    network,
+    overhead,
+    pair,
+    peers,
+    serving,
+    simulation_check,
+    tables,
+    tracing_cost,
+)
 from .arguments import cases_from, models_from, options_from, parse
 from .machine import load_average, this_machine
 from .padded_target import pad

@@ -21,6 +21,7 @@ from tandem.v1 import orchestrator_pb2 as api
 
 from .caller import Heard, generate
 from .progress import steps
+from .services import free_address, run_all, running_store
 from .serving import (
     PROMPT_TOKENS,
     ServingOptions,
@@ -29,7 +30,6 @@ from .serving import (
     planned_worker,
     random_token_ids,
 )
-from .services import free_address, run_all, running_store
 from .statistic import median, quantile
 from .tables import results_table
 

@@ -45,6 +45,12 @@ class EngineCollector(Collector):
         # A forward's size and time are summed up by the engine anyway: count and sum of a summary without quantiles.
         yield SummaryMetricFamily("tandem_batch_size", "Items in a forward", stats.forwards, stats.feeds)
         yield SummaryMetricFamily("tandem_step_seconds", "Time of a forward", stats.forwards, stats.busy_seconds)
+        yield SummaryMetricFamily(
+            "tandem_gathering_seconds",
+            "Time that steps waited for requests about to come back",
+            stats.gatherings,
+            stats.gathering_seconds,
+        )
         yield CounterMetricFamily("tandem_forwards", "Forwards that succeeded", stats.forwards)
         yield CounterMetricFamily("tandem_forward_tokens", "Tokens run in forwards", stats.tokens)
         yield CounterMetricFamily(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from bench.simulation import Constants, Curve, Layout, simulate
 from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost
 from tandem.engine.gathering import LEAST_SECONDS, LONGEST_SHARE, Gathering
-from tests.engine.harness import GREEDY, Client, Engines, plain_greedy_by_engine, reason, verify_item
-from tests.engine.models import over_slots, plain_greedy, random_ids, random_model
 
 MOST_TOKENS = 64
 LINEAR = ForwardCost(((1, 1.0), (2, 2.0)))

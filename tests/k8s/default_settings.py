@@ -33,5 +33,6 @@ LEFT_AS_THEY_ARE = {
     "orchestrator": {"TANDEM_LOG_LEVEL"} | _TRUSTED_AND_LIMITED | _SPECULATION | _TIMES | _NAMES,
     "draft_service": _WORKER
     | {f"TANDEM_DRAFT_{name}" for name in (*_MODEL, "METHOD", "LAYERS", "SUPPORT_SIZE", "AHEAD_ROWS", "STOP_BELOW")},
-    "target_service": _WORKER | {f"TANDEM_TARGET_{name}" for name in (*_MODEL, "MAX_WAITING", "MAX_WAITING_SECONDS")},
+    "target_service": _WORKER
+    | {f"TANDEM_TARGET_{name}" for name in (*_MODEL, "MAX_WAITING", "MAX_WAITING_SECONDS", "GATHER")},
 }

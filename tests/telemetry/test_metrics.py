@@ -75,6 +75,7 @@ WORKER_SERIES = {
     "tandem_forward_tokens_limit",
     "tandem_forward_tokens_total",
     "tandem_forwards_total",
+    "tandem_gathering_seconds_sum",
     "tandem_invariant_violations_total",
     "tandem_items_running",
     "tandem_kv_cache_usage_perc",
