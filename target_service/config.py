@@ -8,6 +8,8 @@ from typing import ClassVar
 from tandem.config import flag, seconds, setting, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
+TENSOR_PARALLEL = "TANDEM_TARGET_TENSOR_PARALLEL"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig(WorkerSettings):
@@ -28,8 +30,15 @@ class TargetConfig(WorkerSettings):
     max_waiting_seconds: float = seconds(
         "TANDEM_TARGET_MAX_WAITING_SECONDS", 30.0, most=3600, help="longest wait for a cache slot"
     )
+    tensor_parallel: int = whole_number(
+        TENSOR_PARALLEL,
+        1,
+        least=1,
+        most=64,
+        help="processes that share the model, as many as torchrun starts; more than one for a model larger than a GPU",
+    )
     gather: bool = flag(
         "TANDEM_TARGET_GATHER",
-        True,
+        False,
         help="let a step wait a moment for requests that are about to come back, where that pays",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
@@ -23,6 +25,8 @@ from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import ForwardCost
 from tandem.engine.job import RaggedModel
 from tandem.engine.packed_linear import pack_linear_layers, packing_supported
+from tandem.engine.rank_group import LeadingLM, RankGroup, RankLost
+from tandem.engine.ranks import ALONE, Ranks
 from tandem.engine.slot_cache import SlotCache
 from tandem.structured_output import FormError, Forms
 
@@ -58,7 +62,9 @@ class ModelOptions:
     context_length: int = 0
     """Most tokens of a session; 0: the model's own, as far as kv_memory_bytes allows."""
     kv_memory_bytes: int = 0
-    """Memory for the KV cache; 0: 2 GiB on a CPU, most of what the model leaves free on a GPU."""
+    """Memory for the KV cache; 0: 2 GiB on a CPU, most of what the model leaves free on a GPU. Each rank has as much."""
+    ranks: Ranks = ALONE
+    """The processes that share the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,24 @@ class ServedModel:
     forward_cost: ForwardCost
     forms: Forms | None
     """None where the tokenizer can't be used for them."""
+    group: RankGroup | None = None
+    """The ranks that this one leads."""
+
+    def end(self) -> None:
+        """Lets the other ranks end, if there are any; the engine has stopped."""
+        if self.group is not None:
+            with contextlib.suppress(RankLost):
+                self.group.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _OverSlots:
+    """A model with its cache, checked."""
+
+    model: Any
+    tokenizer: Any
+    lm: CausalLM
+    group: RankGroup | None
 
 
 def load(options: ModelOptions) -> ServedModel:
@@ -85,15 +109,47 @@ def load(options: ModelOptions) -> ServedModel:
 
     Raises ModelError.
     """
+    loaded = _load(options)
+    model, group = loaded.model, loaded.group
+    lm = loaded.lm if group is None else LeadingLM(loaded.lm, group)
+    strings = model_info.token_strings(loaded.tokenizer)
+    vocabulary_size = min(len(strings), lm.padded_vocabulary_size)
+    return ServedModel(
+        lm=lm,
+        name=f"{options.model}, {options.layers} layers" if options.layers else options.model,
+        vocabulary_size=vocabulary_size,
+        padded_vocabulary_size=lm.padded_vocabulary_size,
+        vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings[:vocabulary_size]),
+        end_token_ids=tuple(model_info.end_token_ids(model.generation_config, loaded.tokenizer)),
+        context_length=lm.max_length,
+        slots=options.slots,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(loaded.lm.device),
+        forward_cost=_measure_forward(lm),
+        forms=_forms(loaded.tokenizer),
+        group=group,
+    )
+
+
+def load_part(options: ModelOptions) -> tuple[CausalLM, RankGroup]:
+    """The part of the model of a rank that another one leads. Raises ModelError."""
+    loaded = _load(options)
+    assert loaded.group is not None
+    return loaded.lm, loaded.group
+
+
+def _load(options: ModelOptions) -> _OverSlots:
+    """The same steps on all ranks: they compute together from here on."""
     transformers_logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = _device(options.device)
+    device = _device(options.device, options.ranks)
     if device.type == "cpu":
         # transformers repeats keys and values for grouped-query attention unless told otherwise, at each call; here
         # that is 2.4 times slower, with the same bits. On a GPU the other way would miss the fast kernels.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     dtype = _dtype(options.dtype, device)
+    group = RankGroup(options.ranks, device) if options.ranks.several else None
     model, tokenizer = _from_pretrained(options, dtype, device)
     config = model.config.get_text_config()
     pattern = _attention_pattern(config)
@@ -101,37 +157,32 @@ def load(options: ModelOptions) -> ServedModel:
     shapes = layer_shapes(probe)
     bytes_per_token = sum(shape.numbers for shape in shapes) * probe.layers[0].keys.element_size()
     context_length = _context_length(options, config, bytes_per_token, device)
+    if group is not None:
+        context_length = group.least(context_length)
     cache = SlotCache(shapes, options.slots + options.extra_slots, context_length, probe.layers[0].keys.dtype, device)
     logger.info(
         "KV cache: %d slots of %d tokens, %.1f MiB (%.1f KiB a token)",
         options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
-    if packing_supported(model):
+    if group is None and packing_supported(model):
         logger.info("%d linear layers laid out for small batches", pack_linear_layers(model))
     lm = CausalLM(model, pattern, cache, padded)
     _check_against_model(model, lm)
-    strings = model_info.token_strings(tokenizer)
-    vocabulary_size = min(len(strings), padded)
-    return ServedModel(
-        lm=lm,
-        name=f"{options.model}, {options.layers} layers" if options.layers else options.model,
-        vocabulary_size=vocabulary_size,
-        padded_vocabulary_size=padded,
-        vocabulary_fingerprint=model_info.vocabulary_fingerprint(strings[:vocabulary_size]),
-        end_token_ids=tuple(model_info.end_token_ids(model.generation_config, tokenizer)),
-        context_length=context_length,
-        slots=options.slots,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        forward_cost=_measure_forward(lm),
-        forms=_forms(tokenizer),
-    )
+    return _OverSlots(model, tokenizer, lm, group)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, ranks: Ranks) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.several:
+        if name not in ("cpu", "cuda"):
+            raise ModelError(
+                f"device {name!r} is one alone, for {ranks.count} ranks: cpu, cuda and auto give each its own"
+            )
+        if name == "cuda":
+            name = f"cuda:{ranks.local_rank}"
+            torch.cuda.set_device(ranks.local_rank)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -158,6 +209,9 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
         config = AutoConfig.from_pretrained(options.model, **source)
         if options.layers:
             _cut(config, options)
+        if options.ranks.several:
+            _check_parts(config, options)
+            source["distributed_config"] = DistributedConfig(tp_size=options.ranks.count)
         model = AutoModelForCausalLM.from_pretrained(
             options.model,
             dtype=dtype,
@@ -170,7 +224,20 @@ def _from_pretrained(options: ModelOptions, dtype: torch.dtype, device: torch.de
         raise
     except Exception as error:  # the loaders of a dozen libraries raise whatever they like
         raise ModelError(f"can't load model {options.model!r} ({where}): {_one_line(error)}") from error
-    return model.to(device).eval(), tokenizer
+    return (model if options.ranks.several else model.to(device)).eval(), tokenizer
+
+
+def _check_parts(config: Any, options: ModelOptions) -> None:
+    """Raises ModelError for a model that has no plan for its parts, or heads that can't be shared out evenly."""
+    text, count = config.get_text_config(), options.ranks.count
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ModelError(f"model type {text.model_type!r} has no plan for tensor parallelism in transformers")
+    if options.gguf_file or options.trust_remote_code:
+        raise ModelError("tensor parallelism is for safetensors and for transformers' own models")
+    heads = {name: getattr(text, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, number in heads.items():
+        if number % count:
+            raise ModelError(f"{name} is {number}, which {count} ranks can't share evenly")
 
 
 def _cut(config: Any, options: ModelOptions) -> None:
@@ -330,7 +397,7 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
         )
 
 
-def _measure_forward(lm: CausalLM) -> ForwardCost:
+def _measure_forward(lm: RaggedModel) -> ForwardCost:
     def run(size: int) -> None:
         lm.forward([Feed(0, 0, np.zeros(size, dtype=np.uint32), 1)]).cpu()
 

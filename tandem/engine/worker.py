@@ -191,6 +191,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
         await asyncio.gather(server.stop(_CLOSE_SECONDS), health.close())
         if state.loaded is not None:
             state.loaded.engine.stop()
+            state.loaded.model.end()
         if observer is not None:
             observer.stop()
     logger.info("stopped")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc.aio
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from tandem.engine.job import Method
     from tandem.engine.loading import ServedModel
     from tandem.engine.scheduler import StepLimits
+
+logger = logging.getLogger(__name__)
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 
@@ -56,16 +61,22 @@ class Worker(Generic[SettingsT]):
     prepare: Callable[[SettingsT], Prepared]
     """Blocking: loads the model. Raises ModelError. Imports torch, hence is called in a thread: that takes seconds, and
     health answers meanwhile."""
+    follow: Callable[[SettingsT], int | None] | None = None
+    """Does what another process says, where this one has a part of the model that another one serves, and returns the exit
+    status; None where this one serves. Blocking. Raises ConfigError."""
 
 
 def main(worker: Worker[Any]) -> int:
     """Runs the service and returns its exit status."""
     try:
         settings: WorkerSettings = config.load(worker.settings, sys.argv[1:], os.environ)
+        telemetry.configure_logging(settings.role, settings.log_level, settings.log_format)
+        followed = worker.follow(settings) if worker.follow is not None else None
     except config.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    telemetry.configure_logging(settings.role, settings.log_level, settings.log_format)
+    if followed is not None:
+        return followed
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         from tandem.engine.engine import NO_WAITING, Engine
@@ -86,6 +97,8 @@ def main(worker: Worker[Any]) -> int:
         )
         if prepared.stats is not None:
             engine.stats.draft = prepared.stats
+        if prepared.model.group is not None:
+            prepared.model.group.watch(partial(_rank_lost, loop, on_death))
         return Loaded(prepared.model, engine)
 
     prefix = f"TANDEM_{settings.role.upper()}"
@@ -101,3 +114,9 @@ def main(worker: Worker[Any]) -> int:
         settings.role, worker.spans, os.environ, settings.metrics_listen, f"{prefix}_METRICS_LISTEN"
     )
     return grpc_server.run(serve(settings, spec, observer))
+
+
+def _rank_lost(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None], reason: str) -> None:
+    logger.critical("%s: the model can't be run without it", reason)
+    with contextlib.suppress(RuntimeError):  # the loop may be closed
+        loop.call_soon_threadsafe(on_death)

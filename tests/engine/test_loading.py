@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tandem import model_info
+from tandem.engine import loading
 from tandem.engine.faults import ModelError
 from tandem.engine.loading import ModelOptions, load
+from tandem.engine.ranks import Ranks
 from tests.engine.models import random_model
 from tests.support.services import MODELS
 
@@ -114,3 +116,14 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     )
     (folder / "own.py").write_text("raise SystemExit('code was run')")
     assert "custom code" in refused(folder)
+
+
+def test_parts_that_cannot_be_even(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(TINY)
+    options = ModelOptions(str(TINY), ranks=Ranks(3))
+    with pytest.raises(ModelError, match="num_attention_heads is 4, which 3 ranks can't share evenly"):
+        loading._check_parts(config, options)
+    with pytest.raises(ModelError, match="no plan for tensor parallelism"):
+        loading._check_parts(AutoConfig.for_model("gpt2"), options)
+    with pytest.raises(ModelError, match="one alone, for 3 ranks"):
+        loading._device("cuda:1", options.ranks)

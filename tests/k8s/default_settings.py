@@ -34,5 +34,7 @@ LEFT_AS_THEY_ARE = {
     "draft_service": _WORKER
     | {f"TANDEM_DRAFT_{name}" for name in (*_MODEL, "METHOD", "LAYERS", "SUPPORT_SIZE", "AHEAD_ROWS", "STOP_BELOW")},
     "target_service": _WORKER
-    | {f"TANDEM_TARGET_{name}" for name in (*_MODEL, "MAX_WAITING", "MAX_WAITING_SECONDS", "GATHER")},
+    | {
+        f"TANDEM_TARGET_{name}" for name in (*_MODEL, "MAX_WAITING", "MAX_WAITING_SECONDS", "GATHER", "TENSOR_PARALLEL")
+    },
 }

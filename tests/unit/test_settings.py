@@ -9,6 +9,8 @@ import pytest
 from draft_service.config import DraftConfig
 from orchestrator.config import OrchestratorConfig
 from tandem import config
+from tandem.config import ConfigError
+from tandem.engine.ranks import Ranks, ranks_from
 from target_service.config import TargetConfig
 
 NEEDED = {
@@ -70,3 +72,11 @@ def test_each_service_reads_its_own_variables_and_those_that_it_shares() -> None
     )
     assert (draft.slots, draft.threads, draft.metrics_listen, draft.log_level) == (3, 0, "", "DEBUG")
     assert (target.slots, target.threads, target.metrics_listen, target.log_level) == (4, 2, "0.0.0.0:9090", "DEBUG")
+
+
+@pytest.mark.parametrize(("wanted", "started"), [(2, {}), (1, {"WORLD_SIZE": "4", "RANK": "0"})])
+def test_as_many_ranks_as_are_started(wanted: int, started: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"TANDEM_TARGET_TENSOR_PARALLEL: {wanted} means"):
+        ranks_from(started, wanted, "TANDEM_TARGET_TENSOR_PARALLEL")
+    environ = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    assert ranks_from(environ, 2, "TANDEM_TARGET_TENSOR_PARALLEL") == Ranks(2, 1, 1)
