@@ -152,7 +152,7 @@ class Engine(Generic[JobT]):
 
     def submit(self, stream: Stream, items: Sequence[WorkItem]) -> None:
         """Takes items; each is answered once through `stream.deliver`, unless the stream is closed first."""
-        self._thread.post(partial(self._admit_all, stream, items))
+        self._thread.post(partial(self._arrived, stream, items, time.perf_counter()))
 
     def release(self, stream: Stream, request_ids: Sequence[str]) -> None:
         """Ends sessions, where they exist; what they run is answered CANCELLED."""
@@ -180,6 +180,15 @@ class Engine(Generic[JobT]):
         await done
 
     # In the step thread.
+
+    def _arrived(self, stream: Stream, items: Sequence[WorkItem], at: float) -> None:
+        """Items came at that time: maybe long ago, as a forward takes."""
+        if self._gathering is not None:
+            for item in items:
+                session = stream.sessions.get(item.request_id)
+                if session is not None:
+                    self._gathering.arrived(session, at)
+        self._admit_all(stream, items)
 
     def _admit_all(self, stream: Stream, items: Sequence[WorkItem]) -> None:
         if stream.closed:
@@ -221,8 +230,6 @@ class Engine(Generic[JobT]):
         self, stream: Stream, item: WorkItem, known: Session | None, params: Callable[[], SamplingParams]
     ) -> None:
         session = known if known is not None else self._new_session(item)
-        if self._gathering is not None:
-            self._gathering.arrived(session, time.perf_counter())
         session.check_epoch(item.cache_epoch)
         sampling = params() if item.HasField("sampling") else session.sampling
         if sampling is None:

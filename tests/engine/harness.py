@@ -140,10 +140,13 @@ class Engines:
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
         forms: Forms | None = None,
+        gather: bool = False,
         **limits: int,
     ) -> Engine[Any]:
         method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
-        return self._start(lm, method, limits, reuse=reuse, checked=checked, waiting=waiting, forms=forms)
+        return self._start(
+            lm, method, limits, reuse=reuse, checked=checked, waiting=waiting, forms=forms, gather=gather
+        )
 
     def draft(
         self,
@@ -191,6 +194,7 @@ class Engines:
         waiting: WaitingLimits = NO_WAITING,
         ahead: IdleWork | None = None,
         forms: Forms | None = None,
+        gather: bool = False,
     ) -> Engine[Any]:
         engine = Engine(
             lm,
@@ -202,6 +206,7 @@ class Engines:
             reuse_prefixes=reuse,
             idle=ahead,
             forms=forms,
+            gather=gather,
             debug_invariants=checked,
         )
         engine.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from bench.simulation import Constants, Curve, Layout, simulate
 from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost
 from tandem.engine.gathering import LEAST_SECONDS, LONGEST_SHARE, Gathering
+from tests.engine.harness import GREEDY, Client, Engines, Gate, plain_greedy_by_engine, reason, settled, verify_item
+from tests.engine.models import over_slots, plain_greedy, random_ids, random_model
 
 MOST_TOKENS = 64
 LINEAR = ForwardCost(((1, 1.0), (2, 2.0)))
@@ -111,3 +115,73 @@ def test_requests_out_of_phase_gain_and_nobody_loses(target: Curve, gamma: int, 
         assert on >= 0.999 * off
         if requests == 2 and gamma == 0 and spread:
             assert on > 1.4 * off
+
+
+class UntilTwo:
+    """Lets a step wait for ever until two items are there, and notes when items came."""
+
+    def __init__(self) -> None:
+        self.came: list[float] = []
+
+    def seconds(self, waiting: Sequence[int], now: float) -> float:
+        return 3600.0 if len(waiting) == 1 else 0.0
+
+    def arrived(self, session: object, now: float) -> None:
+        self.came.append(now)
+
+    def answered(self, session: object, tokens: int, now: float) -> None: ...
+    def ran(self, tokens: int, seconds: float) -> None: ...
+    def ended(self, session: object) -> None: ...
+
+
+@pytest.fixture
+async def client(engines: Engines) -> Client:
+    return Client(engines.target(over_slots(random_model()), gather=True))
+
+
+async def test_an_engines_step_waits_for_commands_and_begins_with_what_they_brought(client: Client) -> None:
+    engine, prompts = client.engine, [random_ids(1, 9), random_ids(2, 9)]
+    await engine.call(lambda: setattr(engine, "_gathering", UntilTwo()))
+    first = asyncio.create_task(client.ask(verify_item("a", 0, prompts[0], 0, sampling=GREEDY)))
+    await asyncio.sleep(0)
+    await settled(engine)
+    assert engine.stats.forwards == 0
+    second = asyncio.create_task(client.ask(verify_item("b", 0, prompts[1], 0, sampling=GREEDY)))
+    assert [reason(answer) for answer in await asyncio.gather(first, second)] == ["", ""]
+    assert (engine.stats.forwards, engine.stats.feeds, engine.stats.gatherings) == (1, 2, 1)
+    assert engine.stats.gathering_seconds > 0
+
+
+async def test_an_item_came_when_it_was_sent_whatever_ran_then(engines: Engines) -> None:
+    lm = over_slots(random_model())
+    gate = Gate(lm)
+    gate.open()
+    client = Client(engines.target(lm, gather=True))
+    engine, times = client.engine, UntilTwo()
+    prompts = {"a": random_ids(1, 9), "b": random_ids(2, 9)}
+    items = [verify_item(name, 0, prompt, 0, sampling=GREEDY) for name, prompt in prompts.items()]
+    held = {answer.request_id: answer.cached_length for answer in await client.ask_all(items)}
+    await engine.call(lambda: setattr(engine, "_gathering", times))
+    gate.close()
+    others = [verify_item(name, 0, random_ids(3, 9), 0, sampling=GREEDY) for name in ("c", "d")]
+    running = asyncio.create_task(client.ask_all(others))
+    await asyncio.sleep(0)
+    again = [verify_item(name, 1, [*prompt, 5], held[name]) for name, prompt in prompts.items()]
+    waiting = asyncio.create_task(client.ask_all(again))
+    await asyncio.sleep(0)
+    sent = time.perf_counter()
+    gate.open()
+    await asyncio.gather(running, waiting)
+    assert len(times.came) == 2
+    assert max(times.came) <= sent
+
+
+async def test_a_crowd_that_is_waited_for_says_what_each_says_alone(client: Client) -> None:
+    prompts = {f"r{number}": random_ids(number, 5 + number) for number in range(6)}
+
+    async def run(name: str) -> list[int]:
+        await asyncio.sleep(0.001 * len(prompts[name]))
+        return await plain_greedy_by_engine(client, name, prompts[name], 12)
+
+    found = await asyncio.gather(*map(run, prompts))
+    assert found == [plain_greedy(random_model(), prompt, 12) for prompt in prompts.values()]
