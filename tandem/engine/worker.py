@@ -43,6 +43,8 @@ class Loaded:
 
     model: ServedModel
     engine: Engine[Any]
+    end: Callable[[], None] = lambda: None
+    """Called once the engine has stopped: ends what else belongs to the model."""
 
 
 class WorkerState:
@@ -191,7 +193,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
         await asyncio.gather(server.stop(_CLOSE_SECONDS), health.close())
         if state.loaded is not None:
             state.loaded.engine.stop()
-            state.loaded.model.end()
+            state.loaded.end()
         if observer is not None:
             observer.stop()
     logger.info("stopped")
