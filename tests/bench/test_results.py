@@ -14,6 +14,7 @@ from bench import plots
 from bench.acceptance_by_position import conditional
 from bench.capacity import FARTHEST, PLAIN, TOGETHER, CapacityOptions, Plan, last_above, plan_capacity, verdict
 from bench.delayed_link import DelayedLink
+from bench.gathering import GatheringCase, GatheringOptions, gathering_table
 from bench.network import paying_distances
 from bench.padded_target import layers_for
 from bench.peers_results import PEER, Decoded, PeersResult, peers_goals, peers_rows
@@ -222,3 +223,11 @@ def test_every_picture_is_drawn_from_its_numbers(tmp_path: Path) -> None:
     assert [path.stem for path in drawn] == list(plots.PICTURES)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert [path.stem for path in plots.draw({"network": results["network"]}, tmp_path)] == ["speedup-over-distance"]
+
+
+def test_gathering_is_judged_by_neighbouring_runs() -> None:
+    """A machine that gets slower changes no ratio."""
+    case = GatheringCase(2, 0, rates=(30.0, 20.0), batch_sizes=(2.0, 1.0), ratios=(1.4, 1.5, 9.0))
+    assert case.gain == 1.5
+    row = [next(iter(column.cells)) for column in gathering_table([case], GatheringOptions()).columns]
+    assert row == ["2", "0", "30.0", "20.0", "2.0", "1.0", "1.50x", "1.45 to 5.25"]
