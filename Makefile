@@ -153,7 +153,7 @@ images: ## build the images with podman or docker
 	@IMAGE_ARGS='$(IMAGE_ARGS)' k8s/build-images.sh $(IMAGES)
 
 check-images: $(INSTALL) $(PROTO) images ## ... look into them, and play the demo's manifests with and without mTLS
-	TANDEM_CHECK_IMAGES=1 $(BIN)/pytest -s tests/k8s/test_images.py
+	TANDEM_CHECK_IMAGES='$(IMAGES)' $(BIN)/pytest -s tests/k8s/test_images.py
 
 kube-demo: $(INSTALL) ## play the demo's manifests with podman, with the draft and after it was killed
 	@$(BIN)/python k8s/kube_demo.py $(KUBECTL) $(COMPONENTS)

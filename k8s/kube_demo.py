@@ -172,13 +172,14 @@ def play(podman: Podman, files: dict[str, list[Object]], folder: Path) -> None:
     """
     encrypted = any("hostPath" in volume for *_, pod in files.values() for volume in pod["spec"]["volumes"])
     played: list[str] = []
+    podman.call("network", "rm", "--force", NETWORK)  # and the pods in it, of a run that was killed
     podman.must("network", "create", "--subnet", f"{PREFIX}0/24", NETWORK)
     try:
         for address, objects in files.items():
             path = folder / f"{address}.yaml"
             path.write_text(yaml.safe_dump_all(objects))
             played.append(str(path))
-            podman.must("play", "kube", "--network", NETWORK, "--ip", address, str(path))
+            podman.must("play", "kube", "--replace", "--network", NETWORK, "--ip", address, str(path))
             print(f"{objects[-1]['metadata']['name']} plays at {address}")
         first = wait_for(podman, drafted=True)
         if encrypted:
