@@ -20,6 +20,7 @@ from .recorder import Recorders
 from .runtime import Runtime
 from .servicer import SERVICE, OrchestratorServicer, add_to_server
 from .session_store import Durability, SessionStore, StoreConfig
+from .updates import SamplingUpdates
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def serve(
     metrics.observe_runtime(runtime)
     recorders = Recorders(metrics, traces, settings.trace_slow_seconds)
     generations = Generations(runtime, recorders)
-    servicer = OrchestratorServicer(generations)
+    servicer = OrchestratorServicer(generations, SamplingUpdates(runtime, metrics))
     add_to_server(servicer, server)
     http: HttpServer | None = None
     try:

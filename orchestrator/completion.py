@@ -44,10 +44,16 @@ class Completion:
 
     def __init__(self, plan: GenerationPlan, decode: Callable[[Sequence[int]], str]) -> None:
         self._plan = plan
-        self._detokenizer = Detokenizer(decode)
-        self._stops = StopStrings(plan.stop, plan.include_stop)
+        self._decode = decode
+        self.finish_reason: FinishReason | None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all tokens, as if none had been taken."""
+        self._detokenizer = Detokenizer(self._decode)
+        self._stops = StopStrings(self._plan.stop, self._plan.include_stop)
         self.length = 0
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason = None
 
     @property
     def remaining(self) -> int:

@@ -1,7 +1,8 @@
 """The rounds of one request: propose -> verify -> accept -> commit -> emit.
 
 The commit is the only point where tokens become real, and only what the caller sees waits for it: the next round's
-proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away.
+proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away. It fails too where the
+request's sampling was changed since the round began: neither round counts then, and a new decoder goes on from what is committed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .recorder import RequestRecorder, RoundRecorder
 from .request import GenerationPlan
 from .round_costs import RoundTimes
 from .scoring import Scoring
-from .session_store import Ownership, SessionStore
+from .session_store import ConfigChanged, Ownership, SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Decoder:
         self._epoch = ownership.epoch
 
     async def rounds(self) -> AsyncGenerator[list[EmittedToken]]:
-        """Yields the committed tokens of each round. Raises RequestFailed; the store's errors pass through."""
+        """Yields the committed tokens of each round. Raises RequestFailed; the store's errors pass through, ConfigChanged with no
+        round under way any more."""
         scored = await self._propose_and_verify()
         while True:
             finished_round = self._accept(scored)
@@ -92,6 +94,16 @@ class Decoder:
                 if ahead is None:
                     return
                 scored = await ahead
+            except ConfigChanged as changed:
+                await _ended(ahead)
+                if changed.stored.length != self._prefix.length:
+                    raise
+                # It was stored before the change, by an attempt whose answer was lost.
+                finished_round.record.committed()
+                yield finished_round.emitted
+                if ahead is not None:
+                    raise
+                return
             finally:
                 if ahead is not None:
                     ahead.cancel()
@@ -169,6 +181,13 @@ class Decoder:
         await self._store.commit(
             self._ownership, self._epoch - 1, length, finished_round.encoded, finished_round.record.recommitting
         )
+
+
+async def _ended(ahead: asyncio.Task[_Scored] | None) -> None:
+    """Gives the round that ran ahead up, and waits until it has let go of draft and target."""
+    if ahead is not None:
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)
 
 
 def before_dead_end(outcome: Outcome, rows: Sequence[TargetRow]) -> Outcome:

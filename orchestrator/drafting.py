@@ -105,6 +105,8 @@ class Drafting:
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
         self._pool = pool
+        self._announced = False
+        """Whether the draft has this sampling, if it has the session."""
         self._block_length = 0
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._limit = BlockLimit()
@@ -137,6 +139,17 @@ class Drafting:
         if self._block_length and self._session.replica is not None:
             self._session.replica.bench.yielded(self._block_length, min(accepted, self._block_length))
         self._block_length = 0
+
+    def change(self, sampling: sampling_pb2.Sampling, length: int) -> None:
+        """Another sampling, from the token after the first `length` on. No round may be under way."""
+        self._sampling, self._announced = sampling, False
+        self._session.cached_length = min(self._session.cached_length, length)
+        self._block_length = 0
+        if self._late is not None:
+            answer, prefix_length = self._late
+            self._late = (answer, min(prefix_length, length))
+        if self._standing is not None and self._standing.reason == "draft_refused":
+            self._standing = None  # what it has refused is gone
 
     def release(self) -> None:
         """Ends the session at the draft."""
@@ -238,7 +251,7 @@ class Drafting:
             request_id=self._session.request_id,
             cache_epoch=epoch,
             prefix=prefix.update_from(self._session.cached_length),
-            sampling=None if opened else self._sampling,
+            sampling=None if opened and self._announced else self._sampling,
             num_speculative_tokens=gamma,
             look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
             traceparent=record.traceparent,
@@ -251,6 +264,7 @@ class Drafting:
             self._late, blame = (late.answer, prefix.length), self._blame_for_time(prefix)
             self._asks_for_less = blame is _Blame.STRIKE and self._shorten(gamma, epoch, record)
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
+        self._announced = True
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length

@@ -87,6 +87,12 @@ class DeadEnd(RequestFailed):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class Finished(RequestFailed):
+    """There is nothing left of the request to change."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class Aborted(RequestFailed):
     """Another call has taken the request over."""
 

@@ -27,7 +27,7 @@ from .request import MAX_COMPLETIONS, GenerationPlan, is_known_id, plan_generati
 from .runtime import Runtime
 from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
-from .session_store import Ownership, StoreFull
+from .session_store import ConfigChanged, Ownership, StoreFull
 from .statistics import RoundStatistics
 
 DRAINING_RETRY_AFTER_SECONDS = 1.0
@@ -182,7 +182,7 @@ class Generations:
         elif completion.finish_reason is not None:
             # Its owner was lost between the last commit and the end.
             response = api.GenerateResponse(finish=_finish(session.plan, completion, recorder.statistics))
-            await self._end(session.ownership, session.ownership.epoch, response)
+            await self._end(session, session.ownership, session.ownership.epoch, response)
             yield response
         else:
             async with aclosing(self._rounds(session, session.ownership, completion, recorder)) as rounds:
@@ -192,39 +192,79 @@ class Generations:
     async def _rounds(
         self, session: Session, ownership: Ownership, completion: Completion, recorder: RequestRecorder
     ) -> AsyncGenerator[api.GenerateResponse]:
-        runtime, name, limits = self._runtime, session.worker_session, self._runtime.limits()
-        size = limits.vocabulary_size
-        # The targets of another orchestrator, where the request began, may have taken longer blocks.
-        gamma_limit = min(session.plan.num_speculative_tokens, limits.max_speculative_tokens)
-        plan = dataclasses.replace(session.plan, num_speculative_tokens=gamma_limit)
+        runtime, name, plan = self._runtime, session.worker_session, session.plan
+        size = runtime.limits().vocabulary_size
         digests = block_digests(plan.prompt, plan.cache_salt)
         drafting = Drafting(
             name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt, digests
         )
         scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt, digests)
+        try:
+            while True:
+                try:
+                    stretch = self._stretch(session, ownership, completion, drafting, scoring, recorder)
+                    async with aclosing(stretch) as responses:
+                        async for response in responses:
+                            yield response
+                    return
+                except ConfigChanged:
+                    session, ownership = await self._reread(session, ownership)
+                    await _take_again(session, completion)
+                    committed = session.plan.prompt_tokens + completion.length
+                    drafting.change(session.plan.sampling, committed)
+                    scoring.change(session.plan.sampling, committed)
+                    recorder.sampling_changed(ownership.config_version, completion.length)
+        finally:
+            drafting.release()
+            scoring.release()
+
+    async def _stretch(
+        self,
+        session: Session,
+        ownership: Ownership,
+        completion: Completion,
+        drafting: Drafting,
+        scoring: Scoring,
+        recorder: RequestRecorder,
+    ) -> AsyncGenerator[api.GenerateResponse]:
+        """The rounds under one sampling. Raises ConfigChanged where it is changed."""
+        runtime, plan, statistics = self._runtime, session.plan, recorder.statistics
+        # The targets of another orchestrator, where the request began or was changed, may take longer blocks.
+        gamma_limit = min(plan.num_speculative_tokens, runtime.limits().max_speculative_tokens)
+        plan = dataclasses.replace(plan, num_speculative_tokens=gamma_limit)
         gamma = runtime.gamma_policy(plan)
         decoder = Decoder(
             plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
         )
+        drafted = statistics.drafted
         try:
             async with aclosing(decoder.rounds()) as rounds:
-                drafted = 0
                 async for emitted in rounds:
                     response = _response(emitted)
-                    # The next round is accepted only after this one was taken from the generator.
-                    response.draft_tokens = recorder.statistics.drafted - drafted
-                    drafted = recorder.statistics.drafted
+                    response.draft_tokens = statistics.drafted - drafted
+                    drafted = statistics.drafted
                     if completion.finish_reason is not None:
-                        response.finish.CopyFrom(_finish(plan, completion, recorder.statistics))
-                        await self._end(ownership, decoder.epoch, response)
+                        response.finish.CopyFrom(_finish(plan, completion, statistics))
+                        await self._end(session, ownership, decoder.epoch, response)
                     yield response
         finally:
             gamma.finish()
-            drafting.release()
-            scoring.release()
 
-    async def _end(self, ownership: Ownership, epoch: int, response: api.GenerateResponse) -> None:
-        await self._runtime.store.finish(ownership, epoch, response.finish.SerializeToString())
+    async def _reread(self, session: Session, ownership: Ownership) -> tuple[Session, Ownership]:
+        session = await self._runtime.sessions.reread(session, ownership)
+        if session.ownership is None:
+            raise AssertionError("only its owner finishes a session")
+        return session, session.ownership
+
+    async def _end(self, session: Session, ownership: Ownership, epoch: int, response: api.GenerateResponse) -> None:
+        finish = response.finish.SerializeToString()
+        while True:
+            try:
+                return await self._runtime.store.finish(ownership, epoch, finish)
+            except ConfigChanged:
+                # Too late to change a token: all are committed.
+                session, ownership = await self._reread(session, ownership)
+                epoch = ownership.epoch
 
     async def _write(self, call: Call, response: api.GenerateResponse) -> None:
         try:
@@ -243,6 +283,14 @@ async def _replay(session: Session, completion: Completion) -> AsyncGenerator[ap
         if missing := emitted[max(session.offset - start, 0) :]:
             yield _response(missing)
         await asyncio.sleep(0)
+
+
+async def _take_again(session: Session, completion: Completion) -> None:
+    """The completion as it was when the last of the committed tokens was taken."""
+    completion.restart()
+    known = dataclasses.replace(session, offset=len(session.committed) // wire.TOKEN_BYTES)
+    async for _ in _replay(known, completion):
+        raise AssertionError("the caller has all of them")
 
 
 def _operation(request: api.GenerateRequest) -> str:

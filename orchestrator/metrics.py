@@ -133,6 +133,12 @@ class Metrics:
             registry=registry,
         )
 
+        self._sampling_updates = Counter(
+            "tandem_sampling_updates", "Calls of UpdateSampling, by outcome", ["outcome"], registry=registry
+        )
+        self._sampling_changes = Counter(
+            "tandem_sampling_changes", "Times that a request here went on under another sampling", registry=registry
+        )
         self._declined = Counter(
             "tandem_declined_proposals", "Proposals without a token: the draft found nothing", registry=registry
         )
@@ -240,6 +246,14 @@ class Metrics:
         """A round has a shorter block than wanted."""
         self._shortened.inc()
 
+    def sampling_updated(self, status: str) -> None:
+        """A call of UpdateSampling ended with a gRPC status."""
+        self._sampling_updates.labels(outcome=status).inc()
+
+    def sampling_changed(self) -> None:
+        """A request drops its rounds under way, and goes on under another sampling."""
+        self._sampling_changes.inc()
+
     def rescored(self) -> None:
         """The target is asked again for a round."""
         self._rescored.inc()
@@ -288,7 +302,8 @@ class StoreMetrics:
         self._retries.inc()
 
     def refused(self, error: StoreError) -> None:
-        """Counts by class: EpochConflict, FencedOff, StateLost, StoreFull, StoreUnavailable, AlreadyExists."""
+        """Counts by class: EpochConflict, ConfigChanged, FencedOff, StateLost, StoreFull, StoreUnavailable, AlreadyExists,
+        AlreadyFinished."""
         self._refusals.labels(error=type(error).__name__).inc()
 
 

@@ -59,6 +59,7 @@ class RequestRecorder:
         self._queue_seconds: float | None = None
         self._last_commit: float | None = None
         self._replayed: int | None = None
+        self._sampling_changes = 0
 
     def planned(self, plan: GenerationPlan, model: str) -> None:
         """The request is good."""
@@ -81,6 +82,13 @@ class RequestRecorder:
         self.metrics.request_resumed(self._replayed)
         if self.trace is not None:
             self.trace.resumed(committed, offset)
+
+    def sampling_changed(self, version: int, committed: int) -> None:
+        """The rounds under way are dropped: after so many tokens the request goes on under another sampling."""
+        self._sampling_changes += 1
+        self.metrics.sampling_changed()
+        if self.trace is not None:
+            self.trace.sampling_changed(version, committed)
 
     def begin_round(self, epoch: int) -> RoundRecorder:
         """A round is about to ask for its proposal."""
@@ -139,6 +147,7 @@ class RequestRecorder:
             "degraded": dict(statistics.degraded) or None,
             "shortened_rounds": statistics.shortened_rounds or None,
             "benched_drafts": statistics.benched_drafts or None,
+            "sampling_changes": self._sampling_changes or None,
             "queue_seconds": _rounded(self._queue_seconds),
             "time_to_first_token_seconds": _rounded(statistics.time_to_first_token or None),
             "total_seconds": _rounded(seconds),
@@ -149,7 +158,7 @@ class RequestRecorder:
 class RoundRecorder:
     """One round, from its proposal to its commit."""
 
-    __slots__ = ("_asked", "_degraded_reason", "_report", "_request", "_trace")
+    __slots__ = ("_asked", "_degraded_reason", "_expected", "_report", "_request", "_trace")
 
     def __init__(self, request: RequestRecorder, trace: RoundTrace | None) -> None:
         self._request = request
@@ -157,6 +166,7 @@ class RoundRecorder:
         self._asked = time.monotonic()
         self._degraded_reason = ""
         self._report: RoundReport | None = None
+        self._expected: Sequence[float] = ()
 
     @property
     def traceparent(self) -> str:
@@ -254,16 +264,15 @@ class RoundRecorder:
         # What lies past the completion's end was never tried, as far as anyone can see.
         count = len(emitted)
         drafted = len(block.drafted) if count == len(outcome.token_ids) else min(len(block.drafted), count)
-        expected = outcome.expected_acceptance[:drafted]
+        self._expected = outcome.expected_acceptance[:drafted]
         report = RoundReport(
             drafted=drafted,
             accepted=min(outcome.accepted, count),
             emitted=count,
             last_kind=emitted[-1].kind,
-            expected_accepted=sum(expected, 0.0),
+            expected_accepted=sum(self._expected, 0.0),
             degraded_reason=self._degraded_reason,
         )
-        self._request.statistics.round_done(report.drafted, report.accepted, expected)
         if self._trace is not None:
             self._trace.accepted(report)
         self._report = report
@@ -273,6 +282,7 @@ class RoundRecorder:
         """The round's tokens are committed: it is over."""
         if self._report is None:
             raise AssertionError("a round is committed after its acceptance")
+        self._request.statistics.round_done(self._report.drafted, self._report.accepted, self._expected)
         self._request.committed(self._report)
         if self._trace is not None:
             self._trace.committed(self._report.emitted)

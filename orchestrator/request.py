@@ -78,7 +78,7 @@ def is_known_id(text: str) -> bool:
 async def plan_generation(request: api.GenerateRequest, vocabulary: Vocabulary, limits: Limits) -> GenerationPlan:
     """Validates everything that costs nothing first, then encodes the prompt. Raises InvalidArgument."""
     request_id = _request_id(request)
-    _check_numbers(request, limits)
+    check_numbers(request, limits)
     check_sampling(request, limits.vocabulary_size)
     _check_stops(request, limits)
     if request.HasField("n") and not 1 <= request.n <= MAX_COMPLETIONS:
@@ -127,7 +127,8 @@ def _request_id(request: api.GenerateRequest) -> str:
     return request.request_id
 
 
-def _check_numbers(request: api.GenerateRequest, limits: Limits) -> None:
+def check_numbers(request: api.GenerateRequest, limits: Limits) -> None:
+    """What the server limits; raises InvalidArgument."""
     if request.HasField("max_tokens") and not 1 <= request.max_tokens <= limits.max_tokens:
         raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_tokens}")
     if request.HasField("num_speculative_tokens") and request.num_speculative_tokens > limits.max_speculative_tokens:

@@ -74,6 +74,12 @@ class RequestTrace:
         """The call goes on with a request that is known."""
         self._span.add_event("tandem.resume", {"tandem.committed_tokens": committed, "tandem.token_offset": offset})
 
+    def sampling_changed(self, version: int, committed: int) -> None:
+        """The rounds that are open come to nothing."""
+        self._abandon_rounds()
+        attributes = {"tandem.config_version": version, "tandem.committed_tokens": committed}
+        self._span.add_event("tandem.sampling_changed", attributes)
+
     def first_token(self) -> None:
         """The first tokens are committed."""
         self._span.add_event("tandem.first_token")
@@ -88,8 +94,7 @@ class RequestTrace:
         self, status: str, detail: str, completion_tokens: int, finish_reason: str, noticed: NoticedReason | None
     ) -> None:
         """Ends the rounds that are still open, then the request."""
-        for opened in list(self._open):
-            opened.abandoned()
+        self._abandon_rounds()
         span = self._span
         if noticed is not None and not self._span.is_recording() and not self._left_out_by_caller:
             span = self._span = self._start(self._tracing.start_span_anyway)  # a trace of its own
@@ -104,6 +109,10 @@ class RequestTrace:
         if status != "OK":
             span.set_attribute("error.type", status)
         span.end()
+
+    def _abandon_rounds(self) -> None:
+        for opened in list(self._open):
+            opened.abandoned()
 
     @property
     def _left_out_by_caller(self) -> bool:

@@ -38,13 +38,18 @@ def check_sampling(request: api.GenerateRequest, vocabulary_size: int) -> None:
     _check_logprobs(request)
 
 
+def check_beside_form(request: api.GenerateRequest) -> None:
+    """What could leave no token where the output has to be of a form; raises InvalidArgument."""
+    for field in _NOT_WITH_A_FORM:
+        if getattr(request, field):
+            raise InvalidArgument(field, "can't be combined with structured_output")
+
+
 async def check_form(request: api.GenerateRequest, vocabulary: Vocabulary, end_token_ids: Collection[int]) -> None:
     """What the output has to be, compiled as the workers will; raises InvalidArgument."""
     if not request.HasField("structured_output"):
         return
-    for field in _NOT_WITH_A_FORM:
-        if getattr(request, field):
-            raise InvalidArgument(field, "can't be combined with structured_output")
+    check_beside_form(request)
     if not end_token_ids:
         raise InvalidArgument("structured_output", "the model has no end token to end it with")
     form = request.structured_output

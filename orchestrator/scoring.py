@@ -95,6 +95,8 @@ class Scoring:
         self._pool = pool
         self._refusing: set[TargetReplica] = set()
         self._sampling = sampling
+        self._announced = False
+        """Whether the target has this sampling, if it has the session."""
         self._policy = policy
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
@@ -153,6 +155,11 @@ class Scoring:
         """After a round on a prefix of `prefix_length` tokens: what the target's cache still shares with the output."""
         self._session.cached_length = min(self._session.cached_length, prefix_length + accepted)
 
+    def change(self, sampling: sampling_pb2.Sampling, length: int) -> None:
+        """Another sampling, from the token after the first `length` on. No round may be under way."""
+        self._sampling, self._announced = sampling, False
+        self._session.cached_length = min(self._session.cached_length, length)
+
     def release(self) -> None:
         """Ends the session at the target."""
         self._session.leave()
@@ -192,7 +199,7 @@ class Scoring:
             request_id=self._session.request_id,
             cache_epoch=epoch,
             prefix=prefix.update_from(self._session.cached_length),
-            sampling=None if self._session.opened else self._sampling,
+            sampling=None if self._session.opened and self._announced else self._sampling,
             draft_token_ids=wire.encode_ids([drafted.token_id for drafted in block.drafted]),
             support_ids=[ids.tobytes() for ids in supports],
             traceparent=traceparent,
@@ -203,6 +210,7 @@ class Scoring:
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         rows = self._checked(verdict, [ids.size for ids in supports], len(block.drafted) + 1)
+        self._announced = True
         self.ordinary = self._session.opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(verdict)
         self._session.cached_length = verdict.cached_length

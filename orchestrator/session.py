@@ -6,8 +6,8 @@ A resumption reads before it takes over, so that a call that asks for the wrong 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -15,18 +15,31 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.wire import TOKEN_BYTES
 
 from . import stored_request
-from .errors import Aborted, AlreadyKnown, InvalidArgument, NotFound, Overloaded, RequestFailed, Unavailable
+from .errors import (
+    Aborted,
+    AlreadyKnown,
+    Finished,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+)
 from .request import GenerationPlan, is_known_id
 from .session_store import (
     AlreadyExists,
+    AlreadyFinished,
+    ConfigChanged,
     EpochConflict,
     FencedOff,
     Ownership,
+    SessionStatus,
     SessionStore,
     Snapshot,
     StateLost,
     StoreFull,
     StoreUnavailable,
+    Update,
 )
 
 log = logging.getLogger(__name__)
@@ -62,7 +75,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of one orchestrator. Every method raises RequestFailed."""
+    """The sessions of one orchestrator. Every method raises RequestFailed, unless it says otherwise."""
 
     def __init__(self, store: SessionStore, owner: str, resume_seconds: float) -> None:
         self._store = store
@@ -105,6 +118,57 @@ class Sessions:
         except STORE_FAULTS as fault:
             raise as_failure(fault) from fault
         return session
+
+    async def update(
+        self, request_id: str, caller: str, change: Callable[[GenerationPlan], Awaitable[GenerationPlan]]
+    ) -> api.UpdateSamplingResponse:
+        """Changes the plan of a running request, whoever runs it. `change` may raise: nothing is done."""
+        if not is_known_id(request_id):
+            raise _not_found()
+        try:
+            while True:
+                known = await self._store.read(request_id)
+                if known is None:
+                    raise _not_found()
+                try:
+                    update = await self._update_once(known, caller, change)
+                except ConfigChanged:
+                    continue  # another change came first, and this one is made of what that has left
+                return api.UpdateSamplingResponse(
+                    config_version=update.config_version, completion_tokens=update.config_length - known.prompt_length
+                )
+        except StateLost as lost:
+            raise _not_found() from lost
+        except AlreadyFinished as finished:
+            raise _finished() from finished
+        except STORE_FAULTS as fault:
+            raise as_failure(fault) from fault
+
+    async def _update_once(
+        self, known: Snapshot, caller: str, change: Callable[[GenerationPlan], Awaitable[GenerationPlan]]
+    ) -> Update:
+        stored = stored_request.decode(known.config)
+        if stored.caller != caller:
+            raise _not_found()
+        if known.status is SessionStatus.FINISHED:
+            raise _finished()
+        plan = stored_request.plan_of(stored, known.request_id, known.tokens[: known.prompt_length * TOKEN_BYTES])
+        config = stored_request.encode(await change(plan), stored.model, stored.caller)
+        if stored_request.decode(config) == stored:
+            return Update(known.config_version, known.config_length)
+        return await self._store.update(known, config)
+
+    async def reread(self, session: Session, ownership: Ownership) -> Session:
+        """The session as it is now, after a commit was refused because its plan has changed. The store's errors pass through."""
+        known = await self._store.reread(ownership)
+        stored = stored_request.decode(known.config)
+        prompt_bytes = known.prompt_length * TOKEN_BYTES
+        return replace(
+            session,
+            plan=stored_request.plan_of(stored, known.request_id, known.tokens[:prompt_bytes]),
+            ownership=known.ownership,
+            committed=known.tokens[prompt_bytes:],
+        )
 
     async def abandon(self, session: Session, *, may_return: bool, failure: RequestFailed | None = None) -> None:
         """The caller is gone, or gets the `failure`: its state goes too, at once or, where the caller may come back, after a
@@ -156,6 +220,10 @@ def _checked(snapshot: Snapshot | None, request: api.GenerateRequest, caller: st
         finish=api.GenerationFinish.FromString(snapshot.finish) if snapshot.finish is not None else None,
         resumable=True,
     )
+
+
+def _finished() -> Finished:
+    return Finished("the request is finished", "REQUEST_FINISHED")
 
 
 def _not_found() -> NotFound:

@@ -36,6 +36,8 @@ from .redis_tls import tls_settings
 
 __all__ = [
     "AlreadyExists",
+    "AlreadyFinished",
+    "ConfigChanged",
     "Durability",
     "EpochConflict",
     "FencedOff",
@@ -51,6 +53,7 @@ __all__ = [
     "StoreObserver",
     "StoreScripts",
     "StoreUnavailable",
+    "Update",
 ]
 
 _CLAIM_BYTES = 16
@@ -89,6 +92,15 @@ class EpochConflict(_StateMismatch):
     A stored epoch below the caller's means that the server went back in time: a failover to a replica that lagged,
     or a restart from a file that did.
     """
+
+
+class ConfigChanged(_StateMismatch):
+    """The session's config is another one since: what was made under the one before can't be committed, and `reread` has the new
+    one. Of an update: another one came first."""
+
+
+class AlreadyFinished(_StateMismatch):
+    """No more tokens can come."""
 
 
 class StateLost(_StateMismatch):
@@ -170,6 +182,8 @@ class Ownership:
     epoch: int
     length: int
     keys: tuple[bytes, bytes] = field(repr=False)
+    config_version: int = 0
+    """Of the config that commits are made under."""
 
 
 class SessionStatus(StrEnum):
@@ -195,7 +209,19 @@ class Snapshot:
     tokens: bytes = field(repr=False)
     owner: str
     ownership: Ownership | None
-    """Set by `take_over` for a session that is still running."""
+    """Set by `take_over` and `reread` for a session that is still running."""
+    config_version: int
+    """How many times the config was replaced."""
+    config_length: int
+    """The session's length when this config came into force."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A config that came into force: its number, and the session's length then."""
+
+    config_version: int
+    config_length: int
 
 
 class StoreObserver(Protocol):
@@ -246,6 +272,7 @@ class StoreScripts:
     finish: Script
     delete: Script
     abandon: Script
+    update: Script
     probe: Script
 
     @classmethod
@@ -342,13 +369,15 @@ class SessionStore:
         """Appends encoded tokens to the session, which has to be at this epoch and length, and adds one to its epoch.
 
         Returns only once they are stored; a commit that turns out to have been stored by an earlier attempt is a
-        success. `on_retry` is told why, each time it is repeated. Raises FencedOff, EpochConflict, StateLost, StoreFull,
-        StoreUnavailable.
+        success. `on_retry` is told why, each time it is repeated. Raises FencedOff, ConfigChanged, EpochConflict, StateLost,
+        StoreFull, StoreUnavailable.
         """
         started = time.perf_counter()
         if not _token_count(new_tokens):
             raise ValueError("a commit needs at least one token")
-        args = (ownership.fence, ownership.claim, epoch, length, new_tokens, self._running_ttl)
+        args = (
+            ownership.fence, ownership.claim, epoch, length, new_tokens, self._running_ttl, ownership.config_version,
+        )  # fmt: skip
         reply = await self._run(self._scripts.commit, ownership.keys, args, on_retry)
         self._check(reply)
         self._observer.committed(time.perf_counter() - started)
@@ -371,12 +400,38 @@ class SessionStore:
         reply = await self._run(self._scripts.read, keys, ())
         return None if reply == 0 else self._snapshot(request_id, keys, reply, None)
 
+    async def reread(self, ownership: Ownership) -> Snapshot:
+        """The session as it is now, for its owner, whose ownership comes anew, with the config in force.
+
+        Raises FencedOff, StateLost, StoreUnavailable.
+        """
+        reply = await self._run(self._scripts.read, ownership.keys, ())
+        if reply == 0:
+            raise self._refused(StateLost("the session is not there", Stored(0, 0, 0)))
+        snapshot = self._snapshot(ownership.request_id, ownership.keys, reply, ownership.claim)
+        if snapshot.fence != ownership.fence or reply[12] != ownership.claim:
+            stored = Stored(snapshot.fence, snapshot.epoch, snapshot.length)
+            raise self._refused(FencedOff("another owner has the session", stored))
+        return snapshot
+
+    async def update(self, before: Snapshot, config: bytes) -> Update:
+        """Replaces the config of a running session, whoever owns it, where it still is the one of `before`. Tokens that are
+        committed stay; whatever was made under the config before can't be committed any more, and the epoch rises.
+
+        Raises ConfigChanged, AlreadyFinished, StateLost, StoreFull, StoreUnavailable.
+        """
+        args = (before.config_version, before.config, config)
+        reply = await self._run(self._scripts.update, _keys(before.request_id), args)
+        if not isinstance(reply[0], int):
+            raise self._refused(_mismatch(reply))
+        return Update(reply[1], reply[2])
+
     async def finish(self, ownership: Ownership, epoch: int, finish: bytes) -> None:
         """Marks the session, which has to be at this epoch, as finished with an opaque result. Works on a full server.
 
-        Raises FencedOff, EpochConflict, StateLost, StoreUnavailable.
+        Raises FencedOff, ConfigChanged, EpochConflict, StateLost, StoreUnavailable.
         """
-        args = (ownership.fence, ownership.claim, epoch, finish, self._finished_ttl)
+        args = (ownership.fence, ownership.claim, epoch, finish, self._finished_ttl, ownership.config_version)
         self._check(await self._run(self._scripts.finish, ownership.keys, args))
 
     async def delete(self, ownership: Ownership) -> None:
@@ -418,9 +473,9 @@ class SessionStore:
             raise self._refused(_mismatch(reply))
         fence, epoch, length, prompt_length = map(int, reply[:4])
         status = SessionStatus(reply[4].decode())
-        ownership = None
+        config_version, ownership = int(reply[10] or 0), None
         if claim is not None and status is SessionStatus.RUNNING:
-            ownership = Ownership(request_id, fence, claim, epoch, length, keys)
+            ownership = Ownership(request_id, fence, claim, epoch, length, keys, config_version)
         return Snapshot(
             request_id=request_id,
             fence=fence,
@@ -434,6 +489,8 @@ class SessionStore:
             tokens=reply[8] or b"",
             owner=reply[9].decode(),
             ownership=ownership,
+            config_version=config_version,
+            config_length=int(reply[11] or prompt_length),
         )
 
 
@@ -477,6 +534,10 @@ def _mismatch(reply: list[Any]) -> StoreError:
     stored = Stored(*reply[1:4])
     if reply[0] == b"fenced":
         return FencedOff("another owner has the session", stored)
+    if reply[0] == b"changed":
+        return ConfigChanged("the session has another config", stored)
+    if reply[0] == b"finished":
+        return AlreadyFinished("the session is finished", stored)
     if reply[0] == b"conflict":
         return EpochConflict("the session is not where its owner believes", stored)
     return StateLost("the session is not there", stored)

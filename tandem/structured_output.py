@@ -8,6 +8,9 @@ with it before any work.
 
 from __future__ import annotations
 
+import logging
+import time
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +20,8 @@ from numpy.typing import NDArray
 
 from tandem.v1 import sampling_pb2
 from tandem.wire import IdArray
+
+log = logging.getLogger(__name__)
 
 MAX_FORM_CHARACTERS = 32_768
 _MAX_PROBLEM_CHARACTERS = 200
@@ -35,6 +40,16 @@ class FormError(ValueError):
     """A form that is none, is too large, or uses what isn't supported; the message says what, in under 300 characters."""
 
 
+@dataclass(slots=True)
+class FormStats:
+    """Counters since the start; written by the thread that asks the forms, to be read from anywhere."""
+
+    recompilations: int = 0
+    """Of forms in use, because a limit was met: by one output, or by all outputs of a form together."""
+    dead_ends: int = 0
+    """Outputs that a form was too complex to go on after, compiled anew or not."""
+
+
 class Forms:
     """Compiles forms for one tokenizer, without the GIL. An object belongs to one thread; a Form goes to any other."""
 
@@ -47,6 +62,7 @@ class Forms:
             self._tokenizer = from_tokenizer(tokenizer)
         except Exception as error:  # it raises what it likes for a tokenizer of a kind that it doesn't know
             raise FormError(f"this model's tokenizer can't be used: {_one_line(str(error))}") from error
+        self.stats = FormStats()
         self._compiled = lru_cache(maxsize=_FORMS_KEPT)(self._compile)
 
     def check(self, message: sampling_pb2.StructuredOutput) -> None:
@@ -56,7 +72,7 @@ class Forms:
     def form(self, sampling: sampling_pb2.Sampling) -> Form:
         """What the output of one request has to be; raises FormError."""
         compiled = self._compiled(sampling.structured_output.SerializeToString(deterministic=True))
-        return Form(compiled, sampling.prompt_length, sampling.end_token_ids)
+        return Form(compiled, sampling.prompt_length, sampling.end_token_ids, self.stats)
 
     def _compile(self, serialized: bytes) -> _Compiled:
         return _Compiled(self._tokenizer, _grammar(sampling_pb2.StructuredOutput.FromString(serialized)))
@@ -89,8 +105,9 @@ class _Compiled:
 class Form:
     """The form of one request's output, asked row by row."""
 
-    def __init__(self, compiled: _Compiled, prompt_length: int, end_token_ids: Any) -> None:
+    def __init__(self, compiled: _Compiled, prompt_length: int, end_token_ids: Any, stats: FormStats) -> None:
         self._compiled = compiled
+        self._stats = stats
         self._prompt_length = prompt_length
         self._end_ids = np.array(sorted(end_token_ids), dtype=np.uint32)
         self._matcher = compiled.matcher()
@@ -111,13 +128,14 @@ class Form:
             if not self._matcher.is_error():
                 return allowed
             # What met a limit may be what was asked before, or other outputs; now these tokens alone are read.
-            self._compiled.renew()
-            self._start_afresh()
+            self._recompile(output.size)
             allowed = self._allowed() if self._follow(output) else None
             if not self._matcher.is_error():
                 return allowed
             self._start_afresh()
             self._dead_end = output.copy()
+            self._stats.dead_ends += 1
+            log.info("a form is too complex to go on with after %d tokens", output.size)
         return np.zeros(self._compiled.size, dtype=np.bool_)
 
     def longest_run(self, tokens: IdArray, continuation: IdArray) -> int:
@@ -147,6 +165,15 @@ class Form:
         allowed = np.unpackbits(packed, bitorder="little", count=self._compiled.size).view(np.bool_)
         allowed[self._end_ids[self._end_ids < allowed.size]] = self._matcher.is_accepting()
         return allowed
+
+    def _recompile(self, length: int) -> None:
+        """Counted and logged, since it holds up everything else in this thread. Of the form nothing is told: it is the caller's."""
+        began = time.perf_counter()
+        self._compiled.renew()
+        self._start_afresh()
+        self._stats.recompilations += 1
+        seconds = time.perf_counter() - began
+        log.info("a form met a limit at token %d of an output, and was compiled anew in %.1f ms", length, seconds * 1e3)
 
     def _start_afresh(self) -> None:
         self._matcher = self._compiled.matcher()

@@ -1,5 +1,6 @@
 #!lua
--- Makes the tokens of one round real, if the caller still owns the session and nothing else has been committed.
+-- Makes the tokens of one round real, if the caller still owns the session, nothing else has been committed, and the request
+-- is the one that they were drawn for.
 --
 -- KEYS[1]  state hash
 -- KEYS[2]  token string, uint32 LE at 4 * position
@@ -9,15 +10,19 @@
 -- ARGV[4]  length before this commit, in tokens
 -- ARGV[5]  new tokens, at least one
 -- ARGV[6]  milliseconds until the session expires
+-- ARGV[7]  config version that the tokens were drawn under
 -- returns  1 (committed), 2 (an earlier attempt of this commit had succeeded), or
---          {'lost' | 'fenced' | 'conflict', fence, epoch, length}
-local fence, claim, epoch, length, status =
-  unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status'))
+--          {'lost' | 'fenced' | 'changed' | 'conflict', fence, epoch, length}
+local fence, claim, epoch, length, status, version =
+  unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status', 'config_version'))
 if not fence then return {'lost', 0, 0, 0} end
 fence, epoch, length = tonumber(fence), tonumber(epoch), tonumber(length)
 if fence ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then return {'fenced', fence, epoch, length} end
 -- A server that evicts can take either key alone; SETRANGE would then pad with zeros, which are tokens.
 if redis.call('STRLEN', KEYS[2]) ~= length * 4 then return {'lost', fence, epoch, length} end
+-- A session from before there were versions has none. One below the caller's is of a server that went back in time, and so is its
+-- epoch.
+if tonumber(version or 0) > tonumber(ARGV[7]) then return {'changed', fence, epoch, length} end
 
 local base_epoch, base_length = tonumber(ARGV[3]), tonumber(ARGV[4])
 local new_length = base_length + #ARGV[5] / 4

@@ -21,6 +21,6 @@ end
 redis.call('SET', KEYS[2], ARGV[5], 'PX', ARGV[6])
 redis.call('HSET', KEYS[1], 'fence', 1, 'claim', ARGV[1], 'owner', ARGV[2], 'epoch', 0,
   'length', #ARGV[5] / 4, 'prompt_length', #ARGV[5] / 4, 'fingerprint', ARGV[3], 'request', ARGV[4],
-  'status', 'running')
+  'config_version', 0, 'config_length', #ARGV[5] / 4, 'status', 'running')
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 return 1

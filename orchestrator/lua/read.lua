@@ -3,7 +3,8 @@
 --
 -- KEYS[1]  state hash
 -- KEYS[2]  token string, uint32 LE at 4 * position
--- returns  {fence, epoch, length, prompt_length, status, fingerprint, request, finish or nil, tokens, owner}, or
+-- returns  {fence, epoch, length, prompt_length, status, fingerprint, request, finish or nil, tokens, owner, config_version,
+--          config_length, claim}, or
 --          {'lost', fence, epoch, length}, or 0 (there is no such session)
 local state = redis.call('HMGET', KEYS[1], 'fence', 'epoch', 'length', 'prompt_length', 'status', 'fingerprint',
   'request', 'finish')
@@ -12,5 +13,6 @@ if redis.call('STRLEN', KEYS[2]) ~= tonumber(state[3]) * 4 then
   return {'lost', tonumber(state[1]), tonumber(state[2]), tonumber(state[3])}
 end
 state[9] = redis.call('GET', KEYS[2])
-state[10] = redis.call('HGET', KEYS[1], 'owner')
+state[10], state[11], state[12], state[13] =
+  unpack(redis.call('HMGET', KEYS[1], 'owner', 'config_version', 'config_length', 'claim'))
 return state

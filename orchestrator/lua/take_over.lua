@@ -7,7 +7,8 @@
 -- ARGV[1]  claim: random bytes that name this ownership, the same on a retry
 -- ARGV[2]  owner, for people who look at the hash
 -- ARGV[3]  milliseconds until the session expires
--- returns  {fence, epoch, length, prompt_length, status, fingerprint, request, finish or nil, tokens, owner}, or
+-- returns  {fence, epoch, length, prompt_length, status, fingerprint, request, finish or nil, tokens, owner, config_version,
+--          config_length, claim}, or
 --          {'lost', fence, epoch, length}
 local fence, claim, epoch, length, status =
   unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status'))
@@ -24,5 +25,6 @@ end
 local state = redis.call('HMGET', KEYS[1], 'fence', 'epoch', 'length', 'prompt_length', 'status', 'fingerprint',
   'request', 'finish')
 state[9] = redis.call('GET', KEYS[2])
-state[10] = redis.call('HGET', KEYS[1], 'owner')
+state[10], state[11], state[12], state[13] =
+  unpack(redis.call('HMGET', KEYS[1], 'owner', 'config_version', 'config_length', 'claim'))
 return state

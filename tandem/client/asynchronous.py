@@ -14,8 +14,8 @@ from tandem.transport_security import ClientFiles
 from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 from .errors import CancelledCallError, ProtocolError, to_tandem_error
-from .messages import build_request, to_chunk
-from .values import Chunk, GenerationOptions, Prompt
+from .messages import build_request, build_update, to_chunk, to_sampling_in_force
+from .values import Chunk, GenerationOptions, Prompt, SamplingChange, SamplingInForce
 
 
 class AsyncGeneration(AsyncIterator[Chunk]):
@@ -94,6 +94,23 @@ class AsyncTandemClient:
         iteration: NotFoundError, and InvalidRequestError where fewer tokens are committed, among them."""
         request = orchestrator_pb2.GenerateRequest(request_id=request_id, token_offset=token_offset)
         return self._start(request, timeout)
+
+    async def update_sampling(
+        self,
+        request_id: str,
+        change: SamplingChange,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the deadline that the server is told of
+    ) -> SamplingInForce:
+        """Changes the sampling of a running request, on any orchestrator, for the tokens after those that are committed; the answer
+        says how many these are. Repeating it is harmless. Raises InvalidRequestError, NotFoundError, FinishedError among others."""
+        try:
+            response = await self._stub.UpdateSampling(
+                build_update(request_id, change), timeout=timeout, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise to_tandem_error(error) from error
+        return to_sampling_in_force(response)
 
     def _start(self, request: orchestrator_pb2.GenerateRequest, timeout: float | None) -> AsyncGeneration:
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)

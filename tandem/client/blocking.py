@@ -12,8 +12,8 @@ from tandem.transport_security import ClientFiles
 from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 from .errors import ProtocolError, to_tandem_error
-from .messages import build_request, to_chunk
-from .values import Chunk, GenerationOptions, Prompt
+from .messages import build_request, build_update, to_chunk, to_sampling_in_force
+from .values import Chunk, GenerationOptions, Prompt, SamplingChange, SamplingInForce
 
 
 class _Call(Protocol):
@@ -81,6 +81,19 @@ class TandemClient:
         iteration: NotFoundError, and InvalidRequestError where fewer tokens are committed, among them."""
         request = orchestrator_pb2.GenerateRequest(request_id=request_id, token_offset=token_offset)
         return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+
+    def update_sampling(
+        self, request_id: str, change: SamplingChange, *, timeout: float | None = None
+    ) -> SamplingInForce:
+        """Changes the sampling of a running request, on any orchestrator, for the tokens after those that are committed; the answer
+        says how many these are. Repeating it is harmless. Raises InvalidRequestError, NotFoundError, FinishedError among others."""
+        try:
+            response = self._stub.UpdateSampling(
+                build_update(request_id, change), timeout=timeout, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise to_tandem_error(error) from error
+        return to_sampling_in_force(response)
 
     def close(self) -> None:
         """Closes the connection; running generations are cancelled."""

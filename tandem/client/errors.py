@@ -66,6 +66,10 @@ class AlreadyExistsError(TandemError):
     """The id belongs to a request that is known already; `resume` goes on with it."""
 
 
+class FinishedError(TandemError):
+    """The request has come to its end: there is nothing left to change."""
+
+
 class DeadEndError(TandemError):
     """The form of the output has become too complex to go on with; asking again ends there again."""
 
@@ -95,12 +99,16 @@ _ERROR_CLASSES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.CANCELLED: CancelledCallError,
 }
 
+_BY_REASON: dict[str, type[TandemError]] = {"REQUEST_FINISHED": FinishedError}
+"""Where one status stands for two."""
+
 
 def to_tandem_error(error: grpc.RpcError) -> TandemError:
     """The typed form of a failed call, with what its google.rpc details say."""
     code = error.code()
     details = _Details.of(error)
-    return _ERROR_CLASSES.get(code, TandemError)(
+    kind = _BY_REASON.get(details.reason) or _ERROR_CLASSES.get(code, TandemError)
+    return kind(
         code,
         error.details() or "no message",
         reason=details.reason,

@@ -19,6 +19,8 @@ from .values import (
     GenerationStart,
     Message,
     Prompt,
+    SamplingChange,
+    SamplingInForce,
     Speculation,
     TokenKind,
     Usage,
@@ -49,6 +51,32 @@ def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -
     request.bad_words_token_ids.extend(sampling_pb2.TokenSequence(ids=ids) for ids in options.bad_words_token_ids)
     _set_prompt(request, prompt)
     return request
+
+
+_CHANGED_NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "num_speculative_tokens", "adaptive_speculative_tokens",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
+def build_update(request_id: str, change: SamplingChange) -> orchestrator_pb2.UpdateSamplingRequest:
+    """The wire form of a change; raises ValueError or TypeError where a value doesn't fit its field at all."""
+    numbers = {name: getattr(change, name) for name in _CHANGED_NUMBERS}
+    update = orchestrator_pb2.UpdateSamplingRequest(request_id=request_id, **numbers)
+    if change.logit_bias is not None:
+        update.logit_bias.CopyFrom(orchestrator_pb2.LogitBias(biases=change.logit_bias))
+    if change.banned_token_ids is not None:
+        update.banned_token_ids.CopyFrom(orchestrator_pb2.TokenIds(ids=change.banned_token_ids))
+    if change.allowed_token_ids is not None:
+        update.allowed_token_ids.CopyFrom(orchestrator_pb2.TokenIds(ids=change.allowed_token_ids))
+    if change.bad_words is not None or change.bad_words_token_ids is not None:
+        sequences = [sampling_pb2.TokenSequence(ids=ids) for ids in change.bad_words_token_ids or ()]
+        update.bad_words.CopyFrom(orchestrator_pb2.BadWords(texts=change.bad_words or (), token_ids=sequences))
+    return update
+
+
+def to_sampling_in_force(response: orchestrator_pb2.UpdateSamplingResponse) -> SamplingInForce:
+    return SamplingInForce(response.config_version, response.completion_tokens)
 
 
 def _set_prompt(request: orchestrator_pb2.GenerateRequest, prompt: Prompt) -> None:

@@ -97,6 +97,37 @@ class GenerationOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SamplingChange:
+    """What of a running request's sampling is to be another; None leaves a field as it is, and an empty collection unsets it."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    num_speculative_tokens: int | None = None
+    adaptive_speculative_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    banned_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """Together with `bad_words`: where one is set, both take the place of what was."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingInForce:
+    """What an update has led to."""
+
+    config_version: int
+    """How many times the sampling was changed."""
+    completion_tokens: int
+    """Tokens of the completion from before the last change."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class GenerationStart:
     """What the server decided before the first token."""
 

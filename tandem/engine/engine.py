@@ -36,7 +36,7 @@ from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
 from tandem.engine.work import Step
 from tandem.sampling import SamplingParams
-from tandem.structured_output import Forms
+from tandem.structured_output import Forms, FormStats
 from tandem.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class EngineStats:
     """Padded tokens that a forward of several items may have: falls where the memory turns out too small."""
     ahead: AheadStats = field(default_factory=AheadStats)
     draft: DraftStats = field(default_factory=DraftStats)
+    forms: FormStats = field(default_factory=FormStats)
 
 
 class Engine(Generic[JobT]):
@@ -118,6 +119,8 @@ class Engine(Generic[JobT]):
         self._slots = SlotPool(for_sessions, reuse=reuse_prefixes)
         self._ledger = SlotLedger(lm.slots, lm.max_length) if debug_invariants else None
         self._forms = forms
+        if forms is not None:
+            self.stats.forms = forms.stats
         self._compiler = ThreadPoolExecutor(1, "forms")
         """The thread that `forms` belongs to, if there are any."""
         self._idle = idle

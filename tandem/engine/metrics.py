@@ -66,6 +66,12 @@ class EngineCollector(Collector):
         yield from _ahead(stats.ahead)
         yield from _draft(stats.draft)
         yield CounterMetricFamily(
+            "tandem_form_recompilations", "Forms compiled anew because a limit was met", stats.forms.recompilations
+        )
+        yield CounterMetricFamily(
+            "tandem_form_dead_ends", "Outputs that their form was too complex to go on after", stats.forms.dead_ends
+        )
+        yield CounterMetricFamily(
             "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations
         )
 

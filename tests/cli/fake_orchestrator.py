@@ -52,6 +52,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.updates: list[pb.UpdateSamplingRequest] = []
         self.responses: Sequence[pb.GenerateResponse] = answer()
         self.error: status_pb2.Status | None = None
         self.pause_seconds = 0.0
@@ -91,6 +92,12 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             if request.max_tokens != 4:
                 self._over.wait(self.pause_seconds)
         answered.set()
+
+    def UpdateSampling(self, request, context):
+        self.updates.append(request)
+        if self.error is not None:
+            context.abort_with_status(rpc_status.to_status(self.error))
+        return pb.UpdateSamplingResponse(config_version=2, completion_tokens=17)
 
     def release(self) -> None:
         """Ends every pause, so that no thread outlives its test."""

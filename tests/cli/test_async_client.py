@@ -7,7 +7,7 @@ import time
 
 import grpc
 import pytest
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 
 from tandem.client import (
     AsyncTandemClient,
@@ -15,13 +15,17 @@ from tandem.client import (
     Chunk,
     DeadlineError,
     FieldViolation,
+    FinishedError,
     GenerationOptions,
     InvalidRequestError,
     ProtocolError,
+    SamplingChange,
+    SamplingInForce,
     TandemClient,
     TandemError,
     UnavailableError,
 )
+from tandem.v1 import orchestrator_pb2 as pb
 
 
 async def collected(client: AsyncTandemClient, **arguments) -> list[Chunk]:
@@ -109,3 +113,37 @@ async def test_leaving_the_generation_ends_the_call(orchestrator):
             async for _ in generation:
                 break
         await wait_for(lambda: orchestrator.cancelled == 1)
+
+
+async def test_a_change_is_sent_as_it_is_and_its_errors_are_typed(orchestrator):
+    change = SamplingChange(
+        temperature=0.0,
+        num_speculative_tokens=0,
+        adaptive_speculative_tokens=False,
+        logit_bias={},
+        banned_token_ids=[3],
+        bad_words_token_ids=[[4, 5]],
+    )
+    with TandemClient(orchestrator.address) as blocking:
+        async with AsyncTandemClient(orchestrator.address) as client:
+            assert await client.update_sampling("r", change) == SamplingInForce(2, 17)
+            assert blocking.update_sampling("r", change) == SamplingInForce(2, 17)
+            expected = pb.UpdateSamplingRequest(
+                request_id="r",
+                temperature=0.0,
+                num_speculative_tokens=0,
+                adaptive_speculative_tokens=False,
+                logit_bias={},
+                banned_token_ids={"ids": [3]},
+                bad_words={"token_ids": [{"ids": [4, 5]}]},
+            )
+            assert orchestrator.updates == [expected, expected]
+            # Zero and nothing are sent, what is left out is not.
+            assert blocking.update_sampling("r", SamplingChange()) == SamplingInForce(2, 17)
+            assert orchestrator.updates[-1] == pb.UpdateSamplingRequest(request_id="r")
+            finished = error_details_pb2.ErrorInfo(reason="REQUEST_FINISHED", domain="tandem")
+            orchestrator.fail(code_pb2.FAILED_PRECONDITION, "the request is finished", finished)
+            with pytest.raises(FinishedError):
+                blocking.update_sampling("r", change)
+            with pytest.raises(FinishedError):
+                await client.update_sampling("r", change)

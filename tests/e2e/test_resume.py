@@ -220,6 +220,41 @@ def test_the_first_owner_takes_it_back(
     assert {_rest(call).code() for call in calls} == {grpc.StatusCode.ABORTED}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_a_sampling_changed_elsewhere_is_that_of_the_owner_and_of_who_resumes(
+    stack: Stack, channels: list[grpc.Channel], undisturbed: dict[float, tuple[Any, ...]], gamma: int
+) -> None:
+    """Changed at the orchestrator that doesn't run it, taken over there, and changed once more while nobody runs it."""
+    name, caller = f"changed-{gamma}", Caller()
+    first = _stub(channels[0]).Generate(
+        request(PROMPT, request_id=name, num_speculative_tokens=gamma, **COUPLED), timeout=60
+    )
+    caller.read(first, 5)
+    at = _changed(channels[1], name, repetition_penalty=1.5)
+    caller.read(first, at + 10)
+    moved = _taken_over(stack, channels[1], name, len(caller.ids))
+    caller.read(moved, len(caller.ids) + 10)
+    assert _rest(first).code() == grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
+    moved.cancel()
+    _wait(lambda: 0 < _state_seconds(stack, name) <= RESUME_SECONDS)
+    last = _changed(channels[0], name, temperature=0.3)
+    _resumed(channels[0], name, caller)
+    assert caller.ids[:at] == undisturbed[request(PROMPT, **COUPLED).temperature][0][:at]
+    assert at < last <= len(caller.ids)
+    for start, end, fields in ((at, last, {}), (last, LENGTH["max_tokens"], {"temperature": 0.3})):
+        fresh = {**COUPLED, "repetition_penalty": 1.5, "max_tokens": end - start, "num_speculative_tokens": 0, **fields}
+        expected = gather(_stub(channels[0]).Generate(request([*PROMPT, *caller.ids[:start]], **fresh), timeout=60))
+        assert caller.ids[start:end] == expected.ids
+
+
+def _changed(channel: grpc.Channel, request_id: str, **fields: Any) -> int:
+    """From which token on."""
+    sent = api.UpdateSamplingRequest(request_id=request_id, **fields)
+    answer = _stub(channel).UpdateSampling(sent, timeout=60)
+    assert _stub(channel).UpdateSampling(sent, timeout=60) == answer
+    return answer.completion_tokens
+
+
 def test_a_finished_request_is_read_again_from_any_offset(channels: list[grpc.Channel]) -> None:
     fields = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "ignore_eos": True}
     caller = Caller()

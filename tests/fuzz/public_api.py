@@ -26,8 +26,11 @@ from tests.support.services import MODELS, running_stack
 REQUESTS = 20_000
 CANARY_EVERY = 100
 MAX_TOKENS = 8
+UPDATES_EVERY = 10
+FINISHED = "finished"
 VOCABULARY = 512
 METHOD = "/tandem.v1.OrchestratorService/Generate"
+UPDATE = "/tandem.v1.OrchestratorService/UpdateSampling"
 ENVIRONMENT = {
     "TANDEM_MAX_TOKENS": str(MAX_TOKENS),
     "TANDEM_TARGET_CONTEXT_LENGTH": "256",
@@ -89,20 +92,96 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "structured_output": _FORM,
     "cache_salt": _TEXT,
 }
-_CHOSEN = st.lists(st.sampled_from(sorted(FIELDS)), max_size=5, unique=True)
+_SOUND_ID = st.integers(1, VOCABULARY - 1)
+_WORDS = st.text(st.characters(codec="ascii", categories=("Ll", "Zs")), min_size=1, max_size=12).filter(str.strip)
+_UNIT = st.floats(0.0, 1.0, width=32)
+SOUND: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": st.just(""),
+    "max_tokens": st.integers(2, MAX_TOKENS),
+    "min_tokens": st.integers(0, 2),
+    "temperature": st.just(0.0) | st.floats(0.0, 2.0, width=32),
+    "top_p": st.floats(0.125, 1.0, width=32),
+    "min_p": _UNIT,
+    "repetition_penalty": st.floats(0.5, 2.0, width=32),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.floats(-2.0, 2.0, width=32)),
+    "top_k": st.integers(0, VOCABULARY),
+    "seed": st.integers(0, 2**64 - 1),
+    "acceptance_method": st.integers(0, 2),
+    "num_speculative_tokens": st.integers(0, 8),
+    "stop": st.lists(_WORDS, max_size=4),
+    "bad_words": st.lists(_WORDS, max_size=3),
+    **dict.fromkeys(("stop_token_ids", "banned_token_ids"), st.lists(_SOUND_ID, max_size=6)),
+    # Many enough that bans leave some of them.
+    "allowed_token_ids": st.lists(_SOUND_ID, min_size=64, max_size=80, unique=True),
+    "logit_bias": st.dictionaries(_SOUND_ID, st.floats(-100.0, 100.0, width=32), max_size=4),
+    "bad_words_token_ids": st.lists(
+        st.builds(lambda ids: {"ids": ids}, st.lists(_SOUND_ID, min_size=1, max_size=3)), max_size=3
+    ),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "echo"), st.booleans()),
+    **dict.fromkeys(("skip_special_tokens", "adaptive_speculative_tokens"), st.booleans()),
+    "logprobs": st.just(True),
+    "logprobs_mode": st.integers(0, 2),
+    "n": st.integers(1, 3),
+    "structured_output": st.sampled_from(
+        [{"regex": "[0-9]+"}, {"json_schema": "{}"}, {"json_object": True}, {"grammar": "start: A\nA: /a|b/"}]
+    ),
+    "cache_salt": _WORDS,
+}
+"""What a field may be beside most others; a request of these is good but for combinations that can't be."""
+_SOUND_PROMPT = st.one_of(
+    st.builds(lambda text: {"text": text}, _WORDS),
+    st.builds(lambda ids: {"token_ids": {"ids": ids}}, st.lists(_SOUND_ID, min_size=1, max_size=6)),
+    st.builds(lambda text: {"messages": {"messages": [{"role": "user", "content": text}]}}, _WORDS),
+)
+_NOT_BESIDE_A_FORM = {
+    "ignore_eos", "min_tokens", "banned_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids",
+}  # fmt: skip
+_CHOSEN = st.lists(st.sampled_from(sorted(SOUND)), max_size=6, unique=True)
+_WILD = st.sampled_from([0, 0, 0, 0, 0, 0, 0, 1, 1, 2])
+"""How many fields of a request may be anything."""
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    """A request on the wire, most of them near to what is allowed; some are cut off, or no message."""
-    fields = {name: draw(FIELDS[name]) for name in draw(_CHOSEN)}
-    data = api.GenerateRequest(**draw(_PROMPT), **fields).SerializeToString()
-    how = draw(st.integers(0, 20))
+    """A request on the wire: mostly one that is good, or was but for a field or two; some are cut off, or no message."""
+    fields = {name: draw(SOUND[name]) for name in draw(_CHOSEN)}
+    if "structured_output" in fields:
+        fields = {name: value for name, value in fields.items() if name not in _NOT_BESIDE_A_FORM}
+    prompt = draw(_SOUND_PROMPT)
+    for _ in range(draw(_WILD)):
+        name = draw(st.sampled_from([*sorted(FIELDS), "prompt"]))
+        if name == "prompt":
+            prompt = draw(_PROMPT)
+        else:
+            fields[name] = draw(FIELDS[name])
+    data = api.GenerateRequest(**prompt, **fields).SerializeToString()
+    how = draw(st.integers(0, 40))
     if how == 0:
         return draw(st.binary(max_size=40))
     if how == 1:
         return data[: draw(st.integers(0, len(data)))]
     return data
+
+
+_CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    **{name: FIELDS[name] | SOUND[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+    **{name: FIELDS[name] | SOUND[name] for name in ("presence_penalty", "frequency_penalty", "top_k")},
+    **{name: FIELDS[name] for name in ("num_speculative_tokens", "adaptive_speculative_tokens")},
+    "logit_bias": st.builds(lambda biases: {"biases": biases}, FIELDS["logit_bias"] | SOUND["logit_bias"]),
+    **dict.fromkeys(("banned_token_ids", "allowed_token_ids"), st.builds(lambda ids: {"ids": ids}, _IDS)),
+    "bad_words": st.builds(
+        lambda texts, ids: {"texts": texts, "token_ids": ids}, FIELDS["bad_words"] | SOUND["bad_words"], _SEQUENCES
+    ),
+}
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> bytes:
+    """A change on the wire: of a request that is finished, of none, or no message."""
+    fields = {name: draw(_CHANGES[name]) for name in draw(st.lists(st.sampled_from(sorted(_CHANGES)), max_size=3))}
+    request_id = draw(st.sampled_from([FINISHED, FINISHED, "nobody", "", "#"]))
+    data = api.UpdateSamplingRequest(request_id=request_id, **fields).SerializeToString()
+    return data if draw(st.integers(0, 9)) else data[: draw(st.integers(0, len(data)))]
 
 
 class Fuzz:
@@ -113,7 +192,11 @@ class Fuzz:
         canary = request("def read(path):\n", temperature=0.0, max_tokens=MAX_TOKENS, num_speculative_tokens=3)
         self._canary = canary.SerializeToString()
         self._known = gather(self._call(self._canary, timeout=60)).seen
+        finished = request("x", request_id=FINISHED, max_tokens=2).SerializeToString()
+        assert list(self._call(finished, timeout=60))
+        self._update: Callable[..., Any] = channel.unary_unary(UPDATE, None, api.UpdateSamplingResponse.FromString)
         self.outcomes: Counter[str] = Counter()
+        self.updates: Counter[str] = Counter()
         self.canaries = 0
 
     def send(self, data: bytes) -> None:
@@ -130,6 +213,16 @@ class Fuzz:
             self.outcomes["OK"] += 1
         if sum(self.outcomes.values()) % CANARY_EVERY == 0:
             self.canary()
+
+    def send_update(self, data: bytes) -> None:
+        """One change, of a request that isn't running: it is refused by the name of a field, or since there is nothing to change."""
+        try:
+            self._update(data, timeout=60)
+        except grpc.RpcError as error:
+            self._check_failure(error)
+            self.updates[error.code().name] += 1
+        else:
+            raise AssertionError("nothing is there to be changed")
 
     def canary(self) -> None:
         """Raises AssertionError unless the known request has its known answer."""
@@ -165,9 +258,11 @@ def run(channel: grpc.Channel, count: int, *, always_the_same: bool = False) -> 
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(requests())
-    def each(data: bytes) -> None:
+    @given(requests(), updates())
+    def each(data: bytes, update: bytes) -> None:
         fuzz.send(data)
+        if sum(fuzz.outcomes.values()) % UPDATES_EVERY == 0:
+            fuzz.send_update(update)
 
     each()
     fuzz.canary()
@@ -183,7 +278,9 @@ def main() -> None:
         grpc.insecure_channel(stack.orchestrator.address) as channel,
     ):
         fuzz = run(channel, count)
-    print(f"{sum(fuzz.outcomes.values())} requests, {fuzz.canaries} canaries: {dict(fuzz.outcomes)}")
+    print(
+        f"{sum(fuzz.outcomes.values())} requests, {fuzz.canaries} canaries: {dict(fuzz.outcomes)}; updates: {dict(fuzz.updates)}"
+    )
 
 
 if __name__ == "__main__":

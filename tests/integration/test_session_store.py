@@ -18,6 +18,7 @@ from redis.crc import key_slot
 from orchestrator.redis_scripts import Patience, Script, ScriptPipeline
 from orchestrator.session_store import (
     AlreadyExists,
+    ConfigChanged,
     Durability,
     EpochConflict,
     FencedOff,
@@ -32,6 +33,7 @@ from orchestrator.session_store import (
     StoreFull,
     StoreObserver,
     StoreUnavailable,
+    Update,
     _nodes,
 )
 from tandem import wire
@@ -397,6 +399,30 @@ class TestLostReplies:
         assert taken.fence == 2
         assert taken.ownership is not None
         await far_store.commit(taken.ownership, 0, 3, encode(4))
+
+    async def test_update(self, far_store: SessionStore, lose_reply: Callable[[], None]) -> None:
+        ownership = await create(far_store)
+        before = await far_store.read("r")
+        assert before is not None
+        lose_reply()
+        assert await far_store.update(before, b"another") == Update(1, 3)
+        with pytest.raises(ConfigChanged):
+            await far_store.commit(ownership, 0, 3, encode(4))
+        again = (await far_store.reread(ownership)).ownership
+        assert again is not None
+        await far_store.commit(again, again.epoch, 3, encode(4))
+
+    async def test_a_commit_from_before_a_change(self, far_store: SessionStore, lose_reply: Callable[[], None]) -> None:
+        """Stored, its answer lost, then a change: who repeats it is told of the change, and where the tokens end."""
+        ownership = await create(far_store)
+        lose_reply()
+        await far_store.commit(ownership, 0, 3, encode(4, 5))
+        before = await far_store.read("r")
+        assert before is not None
+        await far_store.update(before, b"another")
+        with pytest.raises(ConfigChanged) as changed:
+            await far_store.commit(ownership, 0, 3, encode(4, 5))
+        assert changed.value.stored.length == 5
 
     async def test_finish(self, far_store: SessionStore, lose_reply: Callable[[], None]) -> None:
         ownership = await create(far_store)

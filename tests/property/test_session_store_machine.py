@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
+    initialize,
     invariant,
     multiple,
     rule,
@@ -30,15 +31,19 @@ from orchestrator import redis_scripts
 from orchestrator.redis_scripts import Patience, Script, ScriptPipeline
 from orchestrator.session_store import (
     AlreadyExists,
+    AlreadyFinished,
+    ConfigChanged,
     EpochConflict,
     FencedOff,
     Ownership,
+    SessionStatus,
     SessionStore,
     Snapshot,
     StateLost,
     StoreConfig,
     StoreCounters,
     StoreScripts,
+    Update,
     _nodes,
 )
 from tandem import wire
@@ -80,7 +85,14 @@ class Session:
     epoch: int = 0
     ttl: int = RUNNING_TTL
     finish: bytes | None = None
+    config: bytes = b"request"
+    config_version: int = 0
+    config_length: int = -1
+    """Where the config came into force; the tokens behind it were drawn under it."""
     tokens_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.config_length = self.prompt_length
 
     @property
     def damaged(self) -> bool:
@@ -126,6 +138,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.sessions: dict[str, Session] = {}
         self.owned_by: dict[str, Ownership] = {}
         self.orphans: set[str] = set()
+        self.read_for_update: dict[str, Snapshot] = {}
+        """What the last update of each was made from."""
 
     def teardown(self) -> None:
         for store in self.stores.values():
@@ -137,10 +151,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.pipelines[owner].lose_next = lose_reply
         try:
             return self.loop.run_until_complete(call(self.stores[owner]))
-        except (AlreadyExists, EpochConflict, FencedOff, StateLost) as refusal:
+        except (AlreadyExists, AlreadyFinished, ConfigChanged, EpochConflict, FencedOff, StateLost) as refusal:
             return refusal
 
     # Steps.
+
+    @initialize(target=holders)
+    def begin(self) -> Any:
+        """With a session, without which there is little to do."""
+        return self.create_as("A", "r0", [1, 2], False)
 
     @rule(
         target=holders,
@@ -150,6 +169,9 @@ class StoreMachine(RuleBasedStateMachine):
         lose_reply=st.booleans(),
     )
     def create(self, owner: str, request_id: str, prompt: list[int], lose_reply: bool) -> Any:
+        return self.create_as(owner, request_id, prompt, lose_reply)
+
+    def create_as(self, owner: str, request_id: str, prompt: list[int], lose_reply: bool) -> Any:
         encoded = wire.encode_ids(prompt)
         outcome = self.act(
             owner, lose_reply, lambda store: store.create(request_id, b"print", b"request", encoded, owner)
@@ -190,6 +212,8 @@ class StoreMachine(RuleBasedStateMachine):
             holder.owner, lose_reply, lambda store: store.commit(holder.ownership, epoch, length, encoded)
         )
         expected = self.expected_refusal(holder)
+        if expected is None and self.sessions[holder.request_id].config_version > holder.ownership.config_version:
+            expected = ConfigChanged
         if expected is None:
             session = self.sessions[holder.request_id]
             if epoch == session.epoch and length == len(session.tokens) and session.finish is None:
@@ -228,6 +252,64 @@ class StoreMachine(RuleBasedStateMachine):
         return Holder(owner, outcome.ownership, session, session.epoch, len(session.tokens))
 
     @rule(
+        by=st.sampled_from(OWNERS),
+        request_id=st.sampled_from(REQUEST_IDS),
+        config=st.sampled_from([b"request", b"cool", b"hot"]),
+        belief=st.sampled_from(["right", "right", "right", "an older version", "another config", "the change before"]),
+        lose_reply=st.booleans(),
+    )
+    def update(self, by: str, request_id: str, config: bytes, belief: str, lose_reply: bool) -> None:
+        """Anybody may, whoever owns it, with what it has read: that may be right, or what others have left behind."""
+        session = self.sessions.get(request_id)
+        before = self.read_for_update.get(request_id) if belief == "the change before" else None
+        if before is None:
+            before = self.believed(request_id, belief)
+        outcome = self.act(by, lose_reply, lambda store: store.update(before, config))
+        if session is None or session.damaged:
+            self.check(outcome, StateLost)
+            return
+        again = session.config_version == before.config_version + 1 and session.config == config
+        if not again and session.finish is not None:
+            self.check(outcome, AlreadyFinished)
+            return
+        if not again and (session.config_version, session.config) != (before.config_version, before.config):
+            self.check(outcome, ConfigChanged)
+            return
+        if not again:
+            self.read_for_update[request_id] = before
+            session.config, session.config_length = config, len(session.tokens)
+            session.config_version += 1
+            session.epoch += 2
+        assert outcome == Update(session.config_version, session.config_length), outcome
+
+    def believed(self, request_id: str, belief: str) -> Snapshot:
+        """What somebody has read, as far as an update sends it along."""
+        session = self.sessions.get(request_id) or Session("A", [], 0)
+        version = session.config_version - (belief == "an older version")
+        config = b"another" if belief == "another config" else session.config
+        return Snapshot(
+            request_id, 1, 0, 0, 0, SessionStatus.RUNNING, b"print", config, None, b"", "A", None, version, 0
+        )  # fmt: skip
+
+    @rule(holder=holders)
+    def reread(self, holder: Holder) -> None:
+        """The owner, or who was it once, looks again."""
+        outcome = self.act(holder.owner, False, lambda store: store.reread(holder.ownership))
+        session, expected = self.sessions.get(holder.request_id), self.expected_refusal(holder)
+        if session is None or session.damaged:
+            self.check(outcome, StateLost)
+            return
+        if expected is not None:
+            self.check(outcome, expected)
+            return
+        self.check_snapshot(outcome, session)
+        assert (outcome.ownership is None) == (session.finish is not None)
+        if outcome.ownership is not None:
+            assert outcome.ownership.config_version == session.config_version
+            assert (outcome.ownership.fence, outcome.ownership.claim) == (session.fence, holder.ownership.claim)
+            holder.ownership, holder.epoch, holder.length = outcome.ownership, session.epoch, len(session.tokens)
+
+    @rule(
         holder=holders,
         result=st.sampled_from([b"", b"one", b"two"]),
         epoch_off=st.sampled_from([0, 0, 0, -1, 1]),
@@ -239,7 +321,9 @@ class StoreMachine(RuleBasedStateMachine):
         expected = self.expected_refusal(holder)
         if expected is None:
             session = self.sessions[holder.request_id]
-            if epoch != session.epoch or session.finish not in (None, result):
+            if session.config_version > holder.ownership.config_version:
+                expected = ConfigChanged
+            elif epoch != session.epoch or session.finish not in (None, result):
                 expected = EpochConflict
             elif session.finish is None:
                 session.finish = result
@@ -253,7 +337,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             outcome = self.act(holder.owner, lose_reply, lambda store: store.abandon(holder.ownership, ABANDONED_TTL))
         session = self.sessions.get(holder.request_id)
-        if session is not None and self.owned_by[holder.request_id] is not holder.ownership:
+        if session is not None and self.owned_by[holder.request_id].claim != holder.ownership.claim:
             self.check(outcome, FencedOff)
             return
         self.check(outcome, None)
@@ -307,7 +391,7 @@ class StoreMachine(RuleBasedStateMachine):
         session = self.sessions.get(holder.request_id)
         if session is None:
             return StateLost
-        if self.owned_by[holder.request_id] is not holder.ownership:
+        if self.owned_by[holder.request_id].claim != holder.ownership.claim:
             return FencedOff
         return StateLost if session.damaged else None
 
@@ -322,7 +406,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert snapshot.tokens == wire.encode_ids(session.tokens)
         assert (snapshot.fence, snapshot.epoch, snapshot.length) == (session.fence, session.epoch, len(session.tokens))
         assert (snapshot.prompt_length, snapshot.finish) == (session.prompt_length, session.finish)
-        assert (snapshot.owner, snapshot.config, snapshot.request_fingerprint) == (session.owner, b"request", b"print")
+        assert (snapshot.owner, snapshot.config, snapshot.request_fingerprint) == (
+            session.owner,
+            session.config,
+            b"print",
+        )
+        in_force = (session.config_version, session.config_length)
+        assert (snapshot.config_version, snapshot.config_length) == in_force
+        if snapshot.ownership is not None:
+            assert snapshot.ownership.config_version == session.config_version
 
     @invariant()
     def the_server_holds_what_the_model_holds(self) -> None:
@@ -339,6 +431,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert int(stored[b"fence"]) == session.fence
             assert int(stored[b"epoch"]) == session.epoch
             assert int(stored[b"length"]) == len(session.tokens)
+            assert (int(stored[b"config_version"]), stored[b"request"]) == (session.config_version, session.config)
+            assert int(stored[b"config_length"]) == session.config_length
             assert stored[b"claim"] == self.owned_by[request_id].claim
             assert stored[b"status"] == (b"running" if session.finish is None else b"finished")
             assert stored.get(b"finish") == session.finish
@@ -392,6 +486,20 @@ FAULTS = {
     "commit at the wrong place": ("commit", "'SETRANGE', KEYS[2], base_length * 4", "'SETRANGE', KEYS[2], base_length"),
     "commit that lets the state expire": ("commit", "'PEXPIRE', KEYS[1], ARGV[6]", "'PTTL', KEYS[1]"),
     "commit that lets the tokens expire": ("commit", "'PEXPIRE', KEYS[2], ARGV[6]", "'PTTL', KEYS[2]"),
+    "commit of tokens of the former sampling": ("commit", "if tonumber(version or 0) > tonumber(ARGV[7])", "if false"),
+    "finish that doesn't know of a change": ("finish", "if tonumber(version or 0) > tonumber(ARGV[6])", "if false"),
+    "update that keeps the version": ("update", "'config_version', base + 1", "'config_version', base"),
+    "update that keeps the epoch": ("update", "'epoch', epoch + 2", "'epoch', epoch"),
+    "update that leaves the epoch to a round under way": ("update", "'epoch', epoch + 2", "'epoch', epoch + 1"),
+    "update that keeps the request": ("update", "'request', ARGV[3], ", ""),
+    "update that forgets from where on": ("update", "'config_length', length, ", ""),
+    "update over another one": ("update", "if version ~= base or", "if"),
+    "update of another request": ("update", " or request ~= ARGV[2] then", " then"),
+    "update of a finished session": ("update", "if status ~= 'running'", "if false"),
+    "update that does not know itself": ("update", "if version == base + 1 and", "if false and"),
+    "update that knows itself by number": ("update", " and request == ARGV[3] then", " then"),
+    "update of damaged tokens": ("update", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
+    "take-over that forgets the version": ("take_over", "'config_version', 'config_length'", "'gone', 'config_length'"),
     "create over a session": ("create", "if fence then", "if false then"),
     "create that does not know itself": ("create", "claim == ARGV[1] and", "false and"),
     "take-over that keeps the fence": ("take_over", "'fence', 1)", "'fence', 0)"),

@@ -7,7 +7,8 @@ against every state. A fault changes one rule; `explore` must find a state that 
 What is modelled: a commit is sent, may reach the store or not, may be answered or not, and is sent again when the answer is missing;
 the next round's tokens are made before the answer (one verification ahead); a caller that loses patience resumes at any
 orchestrator with the number of tokens it has; an owner that was fenced off ends its stream. Messages that are under way may arrive late,
-after the sender has gone. The tokens of a round are a function of their position alone (greedy or COUPLED), or not (SAMPLED):
+after the sender has gone. Somebody may change the sampling: the store puts another version in force, and an owner learns of it by its next
+commit, rereads, and draws anew. The tokens of a round are a function of their position alone (greedy or COUPLED), or not (SAMPLED):
 then two owners draw different tokens for one position.
 """
 
@@ -27,6 +28,9 @@ class Store:
     fence: int = 1
     epoch: int = 0
     tokens: Tokens = ()
+    version: int = 0
+    changed_at: int = 0
+    """Tokens that were committed when the version came into force."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Owner:
     """The round whose commit is under way; it is retried until it is answered."""
     emitted: int = 0
     """Tokens of its stream that the caller was sent."""
+    version: int = 0
+    """Of the sampling that it draws under."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Message:
     length: int
     tokens: Tokens
     sender: str
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Reply:
     fence: int
     epoch: int
     outcome: str
+    length: int = 0
+    """Of what the store holds."""
+    version: int = 0
+    """Of the commit that is answered."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class World:
     crashes: int = 0
     resumes: int = 0
     sends: int = 0
+    updates: int = 0
     history: Tokens = ()
     """Every token that was ever committed at its position: what must never change."""
     highest_epoch: int = 0
@@ -101,6 +113,11 @@ class Rules:
     emits_after_commit: bool = True
     replays_from_store: bool = True
     retries_the_same_tokens: bool = True
+    checks_version: bool = True
+    drops_the_round: bool = True
+    """An owner whose sampling was changed draws its round anew."""
+    rereads_what_is_committed: bool = True
+    """And takes a round for committed whose commit was stored before the change, though its answer was lost."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class Bounds:
     crashes: int = 1
     resumes: int = 2
     sends: int = 3
+    updates: int = 0
 
 
 class Broken(AssertionError):
@@ -158,6 +176,8 @@ def violation(world: World) -> str:
         return "the caller has what is not committed"
     if [token[0] for token in stored] != [str(position) for position in range(len(stored))]:
         return "a token is missing or doubled"
+    if any(token[-1] != str(world.store.version) for token in stored[world.store.changed_at :]):
+        return "a token of the former sampling behind the change"
     if world.store.epoch < world.highest_epoch:
         return "the epoch goes back"
     if world.refused:
@@ -171,6 +191,7 @@ def steps(world: World, rules: Rules, bounds: Bounds) -> Iterator[tuple[str, Wor
         yield from _rounds(world, index, owner, rules, bounds)
         yield from _crash(world, index, owner, bounds)
         yield from _resume(world, index, owner, rules, bounds)
+    yield from _update(world, bounds)
     for message in world.messages:
         yield f"commit of {message.sender} is lost", replace(world, messages=world.messages - {message})
         yield from _deliver(world, message, rules)
@@ -186,17 +207,18 @@ def _with_owner(world: World, index: int, owner: Owner, **changes: object) -> Wo
 
 def _rounds(world: World, index: int, owner: Owner, rules: Rules, bounds: Bounds) -> Iterator[tuple[str, World]]:
     """A round is ready: its commit is sent. Without an answer it is sent again."""
-    if owner.state != "running" or world.sends >= bounds.sends or owner.epoch >= bounds.rounds:
+    if owner.state != "running" or world.sends >= bounds.sends or owner.epoch - 2 * owner.version >= bounds.rounds:
         return
     # What a round gives depends on who draws, and on luck: the model has sampled tokens, the hardest case.
     for count in range(1, bounds.tokens_per_round + 1):
-        fresh = tuple(f"{len(owner.tokens) + place}{owner.name}{owner.fence}" for place in range(count))
+        # The last character is the sampling that it was drawn under.
+        fresh = tuple(f"{len(owner.tokens) + place}{owner.name}{owner.fence}{owner.version}" for place in range(count))
         pending = owner.pending or fresh
         if not rules.retries_the_same_tokens:
             pending = fresh
         elif owner.pending and count > 1:
             continue
-        message = Message(owner.fence, owner.epoch, len(owner.tokens), pending, owner.name)
+        message = Message(owner.fence, owner.epoch, len(owner.tokens), pending, owner.name, owner.version)
         if message in world.messages:
             continue
         sent = replace(owner, pending=pending)
@@ -217,7 +239,9 @@ def _resume(world: World, index: int, owner: Owner, rules: Rules, bounds: Bounds
         return
     fence = world.store.fence + (1 if rules.raises_fence else 0)
     source = world.store.tokens if rules.replays_from_store else world.caller
-    taken = Owner(owner.name, "running", fence, world.store.epoch, source, emitted=len(world.caller))
+    taken = Owner(
+        owner.name, "running", fence, world.store.epoch, source, emitted=len(world.caller), version=world.store.version
+    )
     following = _with_owner(
         world,
         index,
@@ -229,6 +253,18 @@ def _resume(world: World, index: int, owner: Owner, rules: Rules, bounds: Bounds
         replies=frozenset(reply for reply in world.replies if reply.to != owner.name),
     )
     yield f"the caller resumes at {owner.name}", _emitted(following, index, taken, source)
+
+
+def _update(world: World, bounds: Bounds) -> Iterator[tuple[str, World]]:
+    """Somebody changes the sampling, whoever runs the request."""
+    if world.updates < bounds.updates:
+        store = world.store
+        # The epoch rises by two: past the round that the owner may have begun ahead of its commit.
+        changed = replace(store, version=store.version + 1, changed_at=len(store.tokens), epoch=store.epoch + 2)
+        yield (
+            "the sampling is changed",
+            replace(world, store=changed, updates=world.updates + 1, highest_epoch=changed.epoch),
+        )
 
 
 def _emitted(world: World, index: int, owner: Owner, tokens: Tokens) -> World:
@@ -245,6 +281,8 @@ def _deliver(world: World, message: Message, rules: Rules) -> Iterator[tuple[str
     length = message.length + len(message.tokens)
     if rules.checks_fence and message.fence != store.fence:
         outcome = "fenced"
+    elif rules.checks_version and message.version < store.version:
+        outcome = "changed"
     elif (
         rules.knows_retries
         and store.epoch == message.epoch + 1
@@ -257,10 +295,10 @@ def _deliver(world: World, message: Message, rules: Rules) -> Iterator[tuple[str
     else:
         # As SETRANGE does: what lies beyond stays.
         tokens = store.tokens[: message.length] + message.tokens + store.tokens[length:]
-        store = Store(store.fence, message.epoch + 1, tokens)
+        store = replace(store, epoch=message.epoch + 1, tokens=tokens)
         outcome = "done"
     history = world.history + store.tokens[len(world.history) :]
-    reply = Reply(message.sender, message.fence, message.epoch, outcome)
+    reply = Reply(message.sender, message.fence, message.epoch, outcome, len(store.tokens), message.version)
     yield (
         f"commit of {message.sender} arrives",
         replace(
@@ -282,6 +320,9 @@ def _answered(world: World, reply: Reply, rules: Rules) -> Iterator[tuple[str, W
     if not expected:
         yield f"an answer that {owner.name} does not wait for", replace(world, replies=rest)
         return
+    if reply.outcome == "changed":
+        yield f"{owner.name} rereads", _reread(world, index, owner, reply, rules)
+        return
     if reply.outcome != "done":
         refused = owner.name if owner.fence == world.store.fence and world.listens_to == owner.name else world.refused
         ended = replace(owner, state="ended")
@@ -290,3 +331,16 @@ def _answered(world: World, reply: Reply, rules: Rules) -> Iterator[tuple[str, W
     tokens = owner.tokens + owner.pending
     after = replace(owner, epoch=owner.epoch + 1, tokens=tokens, pending=())
     yield f"{owner.name} goes on", _emitted(_with_owner(world, index, after, replies=rest), index, after, tokens)
+
+
+def _reread(world: World, index: int, owner: Owner, reply: Reply, rules: Rules) -> World:
+    """The owner reads what is in force and what is committed. Where it was replaced meanwhile, it learns of that later: nothing is
+    emitted of what it may read of another."""
+    rest, store = world.replies - {reply}, world.store
+    if owner.fence != store.fence:
+        return _with_owner(world, index, replace(owner, state="ended"), replies=rest)
+    was_stored = rules.rereads_what_is_committed and len(store.tokens) > len(owner.tokens)
+    tokens = owner.tokens + owner.pending if was_stored else owner.tokens
+    pending = owner.pending if not rules.drops_the_round and not was_stored else ()
+    after = replace(owner, epoch=store.epoch, version=store.version, tokens=tokens, pending=pending)
+    return _emitted(_with_owner(world, index, after, replies=rest), index, after, tokens)

@@ -10,6 +10,7 @@ from tests.protocol.model import Bounds, Broken, Rules, explore
 
 BOUNDS = Bounds()
 TWO_TOKENS = Bounds(tokens_per_round=2, resumes=1)
+CHANGED = Bounds(crashes=0, resumes=1, sends=4, updates=1)
 # What each rule is there for: the promise that falls without it.
 FAULTS = {
     "checks_fence": "the rightful owner is refused",
@@ -19,10 +20,16 @@ FAULTS = {
     "emits_after_commit": "not committed",
     "replays_from_store": "the rightful owner is refused",
     "retries_the_same_tokens": "not committed",
+    "checks_version": "the rightful owner is refused",
+    "drops_the_round": "a token of the former sampling behind the change",
+    "rereads_what_is_committed": "the rightful owner is refused",
 }
+OF_CHANGES = ("checks_version", "drops_the_round", "rereads_what_is_committed")
 
 
-@pytest.mark.parametrize("bounds", [BOUNDS, TWO_TOKENS], ids=["two take-overs", "two tokens a round"])
+@pytest.mark.parametrize(
+    "bounds", [BOUNDS, TWO_TOKENS, CHANGED], ids=["two take-overs", "two tokens a round", "a change"]
+)
 def test_no_order_of_events_breaks_a_promise(bounds: Bounds) -> None:
     states = explore(Rules(), bounds)
     print(f"{states} states")
@@ -35,7 +42,7 @@ def test_every_rule_has_its_fault() -> None:
 
 @pytest.mark.parametrize("rule", FAULTS)
 def test_a_planted_fault_is_found(rule: str) -> None:
-    bounds = TWO_TOKENS if rule == "retries_the_same_tokens" else BOUNDS
+    bounds = {"retries_the_same_tokens": TWO_TOKENS, **dict.fromkeys(OF_CHANGES, CHANGED)}.get(rule, BOUNDS)
     with pytest.raises(Broken, match=FAULTS[rule]) as caught:
         explore(replace(Rules(), **{rule: False}), bounds)
     print(caught.value)

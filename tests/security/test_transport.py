@@ -17,10 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import (
+    FinishedError,
     GenerationOptions,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    SamplingChange,
     TandemClient,
     UnauthenticatedError,
     UnavailableError,
@@ -280,6 +282,12 @@ def test_a_request_belongs_to_its_caller(deployment: Deployment) -> None:
         whole = _text(alice, request_id="alice-s")
         with pytest.raises(NotFoundError):
             next(bob.resume("alice-s", 0))
+        with pytest.raises(NotFoundError):
+            bob.update_sampling("alice-s", SamplingChange(temperature=0.5))
+        with pytest.raises(FinishedError):
+            alice.update_sampling("alice-s", SamplingChange(temperature=0.5))
+        with deployment.client("") as nobody, pytest.raises(UnauthenticatedError):
+            nobody.update_sampling("alice-s", SamplingChange(temperature=0.5))
         assert "".join(chunk.text for chunk in alice.resume("alice-s", 0)) == whole
 
 

@@ -33,8 +33,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
-from tests.support.generation import gather, request
+from tests.support.generation import PACED, gather, request
 from tests.support.ports import free_port
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -48,6 +49,8 @@ REQUESTS = 3_200
 """Times 32: 102,400 tokens for each setting and gamma."""
 AHEAD_REQUESTS = 400
 FAULT_REQUESTS = 1_000
+CHANGED_REQUESTS = 240
+CHANGED_CALLERS = 32
 COUPLED_REQUESTS = 200
 CONCURRENCY = 128
 """The more there are at a time, the less each token costs."""
@@ -225,6 +228,67 @@ def test_the_law_is_the_targets_with_penalties(address: str, laws: Laws) -> None
     # The same tokens aren't those of the law without them.
     found = p_values(laws.uniforms(sequences, SETTINGS["plain"]))
     assert min(found.values()) < FAULT_ALPHA, found
+
+
+FORMER, LATTER = Setting(1.4), Setting(0.35, repetition_penalty=1.3, presence_penalty=0.4)
+
+
+def sample_changed(address: str, gamma: int, requests: int) -> tuple[Sequences, NDArray[np.int64]]:
+    """Completions that begin under FORMER and go on under LATTER, and from which token on."""
+    sequences, changed_at = np.zeros((requests, TOKENS), dtype=np.int64), np.zeros(requests, dtype=np.int64)
+
+    async def one(stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub, seed: int) -> None:
+        fields = {"max_tokens": TOKENS, "seed": seed, "ignore_eos": True, **FORMER.fields()}
+        name = f"changed-{seed}"
+        call = stub.Generate(request(PROMPT, request_id=name, num_speculative_tokens=gamma, **fields))
+        responses = aiter(call)
+        received = [await anext(responses)]
+        change = {field: value for field, value in asdict(LATTER).items() if value != getattr(FORMER, field)}
+        answer = await stub.UpdateSampling(api.UpdateSamplingRequest(request_id=name, **change))
+        sequences[seed] = gather([*received, *[response async for response in responses]]).ids
+        changed_at[seed] = answer.completion_tokens
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as channels:
+            seeds = iter(range(requests))
+
+            async def caller() -> None:
+                # Each on a connection that holds next to nothing back, or the request would be over before it is changed.
+                channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=PACED))
+                stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+                for seed in seeds:
+                    await one(stub, seed)
+
+            await asyncio.gather(*(caller() for _ in range(CHANGED_CALLERS)))
+
+    asyncio.run(run())
+    return sequences, changed_at
+
+
+def changed_p_values(laws: Laws, sequences: Sequences, changed_at: NDArray[np.int64]) -> dict[str, float]:
+    """Each token by the law in force at its place; and those right behind the change, where a kept block would be, by themselves."""
+    places = np.arange(TOKENS)
+    under_latter = places >= changed_at[:, None]
+    uniforms = np.where(under_latter, laws.uniforms(sequences, LATTER), laws.uniforms(sequences, FORMER))
+    behind = uniforms[under_latter & (places < changed_at[:, None] + 3)]
+    assert behind.size > 2 * len(sequences), "most requests were over before they were changed"
+    return {
+        **p_values(uniforms),
+        "behind the change": float(stats.chisquare(np.histogram(behind, PAIR_BINS, (0, 1))[0]).pvalue),
+    }
+
+
+def test_the_law_is_that_of_the_sampling_in_force(address: str, laws: Laws) -> None:
+    sequences, changed_at = sample_changed(address, 4, CHANGED_REQUESTS)
+    found = changed_p_values(laws, sequences, changed_at)
+    assert min(found.values()) > ALPHA, found
+
+
+def test_a_block_that_is_kept_over_a_change_is_found(tmp_path: Path, laws: Laws) -> None:
+    with stat_stack(tmp_path, {"orchestrator": "block_of_the_former_sampling"}) as address:
+        found = changed_p_values(laws, *sample_changed(address, 4, CHANGED_REQUESTS))
+    print(found)
+    assert found["behind the change"] < FAULT_ALPHA, found
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,25 @@ def q_rounded_after_sampling() -> None:
     Drafting._checked = rounded  # type: ignore[method-assign]
 
 
+def block_of_the_former_sampling() -> None:
+    """An owner whose round was refused, since the sampling was changed, commits it all the same before it goes on."""
+    from orchestrator.session_store import ConfigChanged, SessionStore, Stored
+
+    commit = SessionStore.commit
+
+    async def kept(self: SessionStore, ownership: Any, epoch: int, length: int, tokens: bytes, *rest: Any) -> None:
+        try:
+            await commit(self, ownership, epoch, length, tokens, *rest)
+        except ConfigChanged as changed:
+            now = (await self.reread(ownership)).ownership
+            if now is None or changed.stored.length != length:
+                raise
+            await commit(self, now, now.epoch, now.length, tokens, *rest)
+            raise ConfigChanged("", Stored(now.fence, now.epoch + 1, now.length + len(tokens) // 4)) from None
+
+    SessionStore.commit = kept  # type: ignore[method-assign]
+
+
 def next_row_after_rejection() -> None:
     """After a rejection the recovered token comes from the row after the rejected token."""
     from orchestrator import decoder
@@ -161,6 +180,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     for fault in (
         residual_from_p,
         q_rounded_after_sampling,
+        block_of_the_former_sampling,
         next_row_after_rejection,
         rollback_off_by_one,
         penalties_inside_blocks,

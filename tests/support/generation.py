@@ -66,11 +66,13 @@ def gather(responses: Iterable[api.GenerateResponse]) -> Generation:
     )
 
 
+PACED = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+
+
 def paced_channel(address: str) -> grpc.Channel:
     """A connection of its own that holds next to nothing back: a request is never more than a round or two ahead of what was
     read of it, however long the test takes to do something in its midst."""
-    options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
-    return grpc.insecure_channel(address, options=options)
+    return grpc.insecure_channel(address, options=PACED)
 
 
 def generate(channel: grpc.Channel, prompt: str | Sequence[int], **fields: Any) -> Generation:

@@ -23,6 +23,8 @@ from orchestrator.metrics import (
 )
 from orchestrator.session_store import (
     AlreadyExists,
+    AlreadyFinished,
+    ConfigChanged,
     EpochConflict,
     FencedOff,
     StateLost,
@@ -192,6 +194,7 @@ MARK = "zqxjkv"
 
 LABELS: dict[tuple[str, str], Container[str]] = {
     ("tandem_requests", "outcome"): {status.name for status in grpc.StatusCode},
+    ("tandem_sampling_updates", "outcome"): {status.name for status in grpc.StatusCode},
     ("tandem_emitted_tokens", "kind"): {"accepted", "recovered", "bonus"},
     ("tandem_spec_decode_num_accepted_tokens_per_pos", "position"): {str(position) for position in range(16)},
     ("tandem_rounds", "outcome"): ROUND_OUTCOMES,
@@ -205,7 +208,17 @@ LABELS: dict[tuple[str, str], Container[str]] = {
     ("tandem_worker_sessions", "role"): ROLES,
     ("tandem_worker_items_pending", "role"): ROLES,
     ("tandem_store_refusals", "error"): {
-        error.__name__ for error in (AlreadyExists, EpochConflict, FencedOff, StateLost, StoreFull, StoreUnavailable)
+        error.__name__
+        for error in (
+            AlreadyExists,
+            AlreadyFinished,
+            ConfigChanged,
+            EpochConflict,
+            FencedOff,
+            StateLost,
+            StoreFull,
+            StoreUnavailable,
+        )
     },
     ("tandem_draft_ahead_items", "outcome"): {"chain", "branch", "miss"},
     **{(f"tandem_draft_{each}", "source"): {"model", "ngram"} for each in ("blocks", "tokens", "accepted_tokens")},

@@ -80,6 +80,7 @@ def eventful(recorder: RequestRecorder) -> list[str]:
     second.accepted(Block(), Outcome([4], [TokenKind.BONUS], 0, []), [RECOVERED])
     second.committed()
     recorder.begin_round(7)
+    recorder.sampling_changed(1, 4)
     recorder.end("OK", "", FinishReason.LENGTH)
     return [first.traceparent, second.traceparent]
 

@@ -215,6 +215,40 @@ def test_a_take_over_is_seen_on_both_sides(observed: Observed) -> None:
     assert events["tandem.resume"]["tandem.committed_tokens"] >= had
 
 
+def test_a_change_of_the_sampling_is_seen_in_the_trace_the_metrics_and_the_log(observed: Observed) -> None:
+    trace_id, metadata = new_trace()
+    before = observed.scrape("orchestrator")
+    sent = request(PROMPT, max_tokens=100, ignore_eos=True, temperature=1.0, request_id="changed-midway")
+    with paced_channel(observed.stack.orchestrator.address) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        call = stub.Generate(sent, metadata=metadata, timeout=60)
+        received = [next(call)]
+        answer = stub.UpdateSampling(
+            api.UpdateSamplingRequest(request_id="changed-midway", temperature=0.5), timeout=60
+        )
+        result = gather([*received, *call])
+    spans = observed.collector.wait(trace_id, _all_ended)
+    [root] = named(spans, "generate")
+    schema.check(root)
+    assert dict(root.events)["tandem.sampling_changed"] == {
+        "tandem.config_version": 1,
+        "tandem.committed_tokens": answer.completion_tokens,
+    }
+    # What was dropped is no round of the statistics.
+    outcomes = Counter(span.attributes["tandem.outcome"] for span in named(spans, "tandem.round"))
+    assert outcomes["committed"] == result.speculation.rounds
+    assert outcomes["abandoned"] >= 1
+    after = observed.scrape("orchestrator")
+    for name, labels, risen in (
+        ("tandem_sampling_updates_total", {"outcome": "OK"}, 1),
+        ("tandem_sampling_changes_total", {}, 1),
+        ("tandem_generation_tokens_total", {}, result.usage[1]),
+    ):
+        assert after.value(name, **labels) - before.value(name, **labels) == risen, name
+    log = observed.stack.orchestrator.log.read_text()
+    assert "sampling updated" in log
+
+
 def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed) -> None:
     trace_id, metadata = new_trace(sampled=False)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)

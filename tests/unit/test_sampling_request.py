@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.request import GenerationPlan, Limits, plan_generation
+from orchestrator.sampling_update import SamplingUpdate
 from orchestrator.vocabulary import GenerationDefaults, Vocabulary
 from tandem.logit_adjustments import Adjustments
 from tandem.v1 import orchestrator_pb2 as api
@@ -119,3 +121,108 @@ def test_a_worker_that_ignores_some_fields_is_not_used(vocabulary: Vocabulary) -
     for check, role in ((vocabulary.check_target, "target"), (vocabulary.check_draft, "draft")):
         with pytest.raises(Exception, match=f"the {role} service applies sampling version 0"):
             check(info)
+
+
+FULL: dict[str, Any] = {
+    "temperature": 0.75,
+    "top_k": 9,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "seed": 2**64 - 1,
+    "acceptance_method": 2,
+    "num_speculative_tokens": 3,
+    "adaptive_speculative_tokens": True,
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "repetition_penalty": 1.25,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {7: 1.5, 5: -2.0},
+    "banned_token_ids": [11, 10],
+    "allowed_token_ids": range(200),
+    "bad_words": ["the", "a"],
+    "bad_words_token_ids": [{"ids": [3, 4]}],
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+
+
+def an_update(**fields: Any) -> api.UpdateSamplingRequest:
+    return api.UpdateSamplingRequest(request_id="r", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, FULL, {"structured_output": {"json_object": True}}], ids=["defaults", "all", "a form"]
+)
+async def test_an_update_of_nothing_leaves_the_plan_as_it_is(vocabulary: Vocabulary, fields: dict[str, Any]) -> None:
+    before = await plan(vocabulary, **fields)
+    assert await SamplingUpdate(an_update(), vocabulary, LIMITS).change(before) == before
+
+
+async def test_an_update_sets_what_a_request_would_have_set(vocabulary: Vocabulary) -> None:
+    before = await plan(vocabulary, **FULL)
+    change: dict[str, Any] = {
+        "temperature": 1e-4,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "num_speculative_tokens": 0,
+        "adaptive_speculative_tokens": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    sets: dict[str, Any] = {"logit_bias": {6: 1.0}, "banned_token_ids": [], "allowed_token_ids": [1, 2, 3]}
+    update = an_update(
+        **change,
+        logit_bias={"biases": sets["logit_bias"]},
+        banned_token_ids={},
+        allowed_token_ids={"ids": [3, 2, 1]},
+        bad_words={"texts": ["no"], "token_ids": []},
+    )
+    expected = await plan(vocabulary, **FULL | change | sets | {"bad_words": ["no"], "bad_words_token_ids": []})
+    after = await SamplingUpdate(update, vocabulary, LIMITS).change(before)
+    assert replace(after, request_id="") == replace(expected, request_id="")
+
+
+def test_what_can_be_changed_has_the_same_name_and_kind_as_in_a_request() -> None:
+    known = api.GenerateRequest.DESCRIPTOR.fields_by_name
+    for field in api.UpdateSamplingRequest.DESCRIPTOR.fields:
+        assert known[field.name].number == field.number
+        assert field.message_type or known[field.name].type == field.type
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
+        ({"logit_bias": {"biases": {512: 0.0}}}, "logit_bias"),
+        ({"logit_bias": {"biases": {1: 101.0}}}, "logit_bias"),
+        ({"banned_token_ids": {"ids": [512]}}, "banned_token_ids"),
+        ({"allowed_token_ids": {"ids": [512]}}, "allowed_token_ids"),
+        ({"bad_words": {"texts": [" "]}}, "bad_words"),
+        ({"bad_words": {"token_ids": [{}]}}, "bad_words_token_ids"),
+        ({"bad_words": {"token_ids": [{"ids": [512]}]}}, "bad_words_token_ids.ids"),
+    ],
+)
+def test_an_update_out_of_range_is_refused_by_name(vocabulary: Vocabulary, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        SamplingUpdate(an_update(**fields), vocabulary, LIMITS)
+    assert refusal.value.field == field
+
+
+async def test_an_update_that_does_not_go_with_what_stays_is_refused(vocabulary: Vocabulary) -> None:
+    formed = await plan(vocabulary, structured_output={"json_object": True})
+    with pytest.raises(InvalidArgument) as refusal:
+        await SamplingUpdate(an_update(banned_token_ids={"ids": [1]}), vocabulary, LIMITS).change(formed)
+    assert refusal.value.field == "banned_token_ids"
+    allowed = await plan(vocabulary, allowed_token_ids=[1, 2])
+    with pytest.raises(InvalidArgument) as refusal:
+        await SamplingUpdate(an_update(banned_token_ids={"ids": [1, 2]}), vocabulary, LIMITS).change(allowed)
+    assert refusal.value.field == "allowed_token_ids"

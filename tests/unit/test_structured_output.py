@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from typing import Any
 
@@ -75,10 +76,11 @@ def test_what_is_allowed_depends_on_the_tokens_alone(forms: Forms, wanted: dict[
 
 @pytest.mark.parametrize(("states", "dead"), [(1000, False), (400, True)])
 def test_a_form_too_complex_to_read_is_a_dead_end_by_the_tokens_alone(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, states: int, dead: bool
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, states: int, dead: bool
 ) -> None:
     """An automaton of 4,096 states, of which an output meets some: not to be taken for an output that has no such form."""
     monkeypatch.setattr(structured_output, "_LIMITS", LLParserLimits(max_lexer_states=states))
+    caplog.set_level(logging.INFO)
     forms, walk = Forms(tokenizer), random.Random(1)
     wanted = message({"regex": "(a|b)*a(a|b){12}"})
     output = walk.choices(tokenizer.convert_tokens_to_ids(["a", "b"]), k=400)
@@ -90,6 +92,12 @@ def test_a_form_too_complex_to_read_is_a_dead_end_by_the_tokens_alone(
     found = kept.allowed_after(ids(*output))
     assert found is not None
     assert found.any() != dead
+    # Both are told of: they cost a step each.
+    assert forms.stats.recompilations == caplog.text.count("was compiled anew")
+    assert (forms.stats.recompilations > 0) == dead
+    assert forms.stats.dead_ends == caplog.text.count("too complex to go on with")
+    assert (forms.stats.dead_ends > 0) == dead
+    assert "a|b" not in caplog.text
 
 
 def test_an_end_token_may_come_exactly_where_the_output_may_end(forms: Forms, tokenizer: Any) -> None:
