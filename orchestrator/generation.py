@@ -29,6 +29,7 @@ from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
 from .session_store import ConfigChanged, Ownership, StoreFull
 from .statistics import RoundStatistics
+from .tokenwise_call import TokenwiseCall
 
 DRAINING_RETRY_AFTER_SECONDS = 1.0
 REPLAY_TOKENS = 64
@@ -59,6 +60,8 @@ class Generations:
         with callers.admit(call.metadata(), completions) as caller:
             if caller.max_tokens_per_minute:
                 call = MeteredCall(call, partial(callers.spend, caller))
+            if request.token_by_token:
+                call = TokenwiseCall(call)
             return await self._generate(request, call, recorder, caller)
 
     async def _recorded(

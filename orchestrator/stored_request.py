@@ -17,12 +17,15 @@ def fingerprint(request: api.GenerateRequest) -> bytes:
     content.CopyFrom(request)
     content.ClearField("request_id")
     content.ClearField("token_offset")
+    content.ClearField("token_by_token")  # how it is told, not what
     return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()
 
 
 def names_only(request: api.GenerateRequest) -> bool:
     """Whether a request says nothing but which one to resume, and from where."""
-    bare = api.GenerateRequest(request_id=request.request_id, token_offset=request.token_offset)
+    bare = api.GenerateRequest(
+        request_id=request.request_id, token_offset=request.token_offset, token_by_token=request.token_by_token
+    )
     return request == bare
 
 

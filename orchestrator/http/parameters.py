@@ -23,7 +23,9 @@ LOGPROBS_MODES = {
 }
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTEGERS = ("n", "min_tokens", "num_speculative_tokens")
-_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens", "skip_special_tokens")
+_BOOLEANS = (
+    "ignore_eos", "include_stop_str_in_output", "adaptive_speculative_tokens", "skip_special_tokens", "token_by_token",
+)  # fmt: skip
 _ID_LISTS = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")

@@ -94,6 +94,7 @@ class GenerationOptions:
     logprobs_mode: LogprobsMode | None = None
     cache_salt: str | None = None
     structured_output: StructuredOutput | None = None
+    token_by_token: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -271,3 +271,23 @@ def test_an_end_token_as_the_first_token(tiny_channel: grpc.Channel, natural: Ge
     result = at_every_gamma(tiny_channel, temperature=0, max_tokens=32, stop_token_ids=[natural.ids[0]])
     assert result.usage[1] == 1
     assert result.speculation.rounds == 1
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_token_by_token_each_has_a_response(same_channel: grpc.Channel, gamma: int) -> None:
+    fields = {"max_tokens": 24, "temperature": 0.0, "num_speculative_tokens": gamma}
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(same_channel)
+    name = f"one-by-one-{gamma}"
+    calls = [
+        request("def read(path):\n", request_id=name, token_by_token=True, **fields),
+        request("def read(path):\n", **fields),
+        api.GenerateRequest(request_id=name, token_offset=0, token_by_token=True),
+    ]
+    single, rounds, again = ([*stub.Generate(each, timeout=60)] for each in calls)
+    whole = gather(rounds)
+    for responses in (single, again):
+        assert gather(responses).seen == whole.seen
+        assert [len(response.tokens) for response in responses if response.tokens] == [1] * len(whole.ids)
+    assert [response.text for response in single] == [token.text for response in rounds for token in response.tokens]
+    assert sum(response.draft_tokens for response in single) == whole.speculation.draft_tokens
+    assert (max(len(response.tokens) for response in rounds) == 1) == (gamma == 0)

@@ -85,7 +85,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(_ID, _FLOAT, max_size=4),
     "bad_words_token_ids": _SEQUENCES,
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "logprobs", "echo"), st.booleans()),
-    **dict.fromkeys(("skip_special_tokens", "adaptive_speculative_tokens"), st.booleans()),
+    **dict.fromkeys(("skip_special_tokens", "adaptive_speculative_tokens", "token_by_token"), st.booleans()),
     "top_logprobs": _SMALL,
     "logprobs_mode": _ENUM,
     "n": st.integers(0, 3) | _UINT32,
@@ -118,7 +118,7 @@ SOUND: dict[str, st.SearchStrategy[Any]] = {
         st.builds(lambda ids: {"ids": ids}, st.lists(_SOUND_ID, min_size=1, max_size=3)), max_size=3
     ),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "echo"), st.booleans()),
-    **dict.fromkeys(("skip_special_tokens", "adaptive_speculative_tokens"), st.booleans()),
+    **dict.fromkeys(("skip_special_tokens", "adaptive_speculative_tokens", "token_by_token"), st.booleans()),
     "logprobs": st.just(True),
     "logprobs_mode": st.integers(0, 2),
     "n": st.integers(1, 3),

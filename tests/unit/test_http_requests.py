@@ -55,6 +55,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         n=2,
         best_of=2,
         skip_special_tokens=False,
+        token_by_token=True,
     ).request
     wanted = api.GenerateRequest(
         request_id="id",
@@ -88,6 +89,7 @@ def test_every_field_of_the_contract_can_be_set() -> None:
         structured_output={"regex": "[ab]+"},
         n=2,
         skip_special_tokens=False,
+        token_by_token=True,
     )
     assert found == wanted
     # A field that the contract gains must get its place here too, or be left out on purpose.
