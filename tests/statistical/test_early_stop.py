@@ -22,9 +22,9 @@ from tests.statistical.test_draft_sources import p_value
 from tests.statistical.test_rule import ALPHA, CAUGHT, START, VOCABULARY, Block, Models, make_params, verify
 from tests.statistical.test_rule import models as models
 
-REQUESTS = 1_200
+REQUESTS = 800
 LENGTH = 12
-"""Tokens of each: 14,400."""
+"""Tokens of each: 9,600."""
 GAMMA = 4
 STOP_BELOW = 0.25
 
