@@ -353,7 +353,7 @@ class DraftAhead:
             if row.base:
                 row.drafted.append(drafted)
                 row.reaches.append(confidences[index] * (row.reaches[-1] if row.reaches else 1.0))
-                if self._stop.ends(row.reaches[-1]):
+                if row.sampling is not None and self._stop.ends(row.sampling, row.reaches[-1]):
                     row.wanted = len(row.drafted)
                 row.outlooks.append(outlooks[index])
                 self.stats.tokens += 1

@@ -53,7 +53,8 @@ class DraftConfig(WorkerSettings):
     stop_below: float = share(
         "TANDEM_DRAFT_STOP_BELOW",
         0.0,
-        help="end a block early once the chance that all of it stands, by the draft's own confidence, is below this; 0: never",
+        help="end a greedy or COUPLED request's block early once the chance that all of it stands, by the draft's own "
+        "confidence, is below this; 0: never",
     )
 
     def __post_init__(self) -> None:

@@ -127,9 +127,9 @@ class ModelDrafter:
     def _end(self, job: ProposeJob) -> None:
         """Sets the result where nothing more is to be drafted."""
         complete = len(job.drafted) == job.wanted
-        if complete or self._stop.ends(job.reach):
+        if complete or self._stop.ends(job.sampling, job.reach):
             job.result = job.drafted
-            self._stats.stopped_blocks += not complete
+            self._stats.stopped_blocks += len(job.drafted) < job.block  # one that lacks the look-ahead alone is whole
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
         """One token for each row of logits, given its parameters and all tokens before it."""
@@ -147,6 +147,7 @@ class ModelDrafter:
         session = job.session
         require(session.cached_length == session.prefix_length + len(job.drafted) - 1, "the last token is not run")
         whole = len(job.drafted) == job.wanted
-        require(whole or (1 <= len(job.drafted) < job.wanted and self._stop.ends(job.reach)), "the block is whole")
+        ended = 1 <= len(job.drafted) < job.wanted and self._stop.ends(job.sampling, job.reach)
+        require(whole or ended, "the block is whole")
         for drafted in job.drafted:
             check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)

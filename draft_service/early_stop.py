@@ -3,12 +3,12 @@
 How likely the target gets beyond a token is taken for the probability of the draft's likeliest token there, and of all
 tokens of the block together for their product. Once that is below the threshold, nothing more is drafted.
 
-Why the output stays what it is: whether token i is drafted depends on the distributions at the positions before it, which
-depend on the tokens before it, and on nothing else. So once the target gets to position i, that is, has accepted all that
-stands before it, it is settled by the prefix whether i was drafted; if it was, it is a draw from the q that is sent with it,
-and accepted or replaced by the rule; if it was not, the token comes from the target's own row. Either way it has the
-target's law given what precedes it. It would not if the token itself had a say in whether it is sent: a block that leaves
-out tokens with a small q gives those that it sends too often (`tests/statistical/test_early_stop.py`).
+Only the blocks of requests whose output can't depend on it end early: greedy ones, and those of COUPLED, whose text is a
+function of the seed alone. Under REJECTION every block has the length that was asked for. Whether token i is drafted would
+depend on the tokens before it only, which is no harm by itself; but how long the block is then depends on what was drawn in
+it, and so does when it is answered. A block that is late is dropped and its positions are drawn again: long blocks would be
+dropped more often than short ones, and with them the tokens that made them long. The choice of gamma, too, would learn from
+the times and lengths of blocks whose tokens were cut off. Either tilts the law.
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ class EarlyStop:
         """Whether blocks can end early at all."""
         return self.threshold > 0.0
 
+    def concerns(self, params: SamplingParams) -> bool:
+        """Whether blocks of such a request may end early."""
+        return self.active and (params.temperature == 0.0 or params.coupled)
+
     def confidences(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[float]:
-        """The probability of the likeliest token of each of R rows, at the row's temperature, at 1 where that is 0.
+        """The probability of the likeliest token of each of R rows, at the row's temperature, at 1 where that is 0; 1.0 for
+        all where no row is of a request that this concerns.
         `logits` [R, padded vocabulary]; `rows`: parameters, and all tokens before the one to draw."""
-        if not self.active:
+        if not any(self.concerns(params) for params, _ in rows):
             return [1.0] * len(rows)
         params, befores = [each for each, _ in rows], [before for _, before in rows]
         adjustments, positions = [each.adjustments for each in params], [before.size for before in befores]
@@ -50,6 +55,6 @@ class EarlyStop:
         likeliest: list[float] = (scores.amax(-1) - scores.logsumexp(-1)).exp().tolist()
         return likeliest
 
-    def ends(self, reach: float) -> bool:
-        """Whether a block ends that the target accepts as a whole with a chance of `reach`."""
-        return reach < self.threshold
+    def ends(self, params: SamplingParams, reach: float) -> bool:
+        """Whether a request's block ends that the target accepts as a whole with a chance of `reach`."""
+        return self.concerns(params) and reach < self.threshold

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from draft_service.ahead import DraftAhead
 from tandem.v1 import sampling_pb2
 from tests.engine.harness import GREEDY, Client, Engines, propose_item, sampled, speculative
-from tests.engine.models import over_slots, plain_logits, random_ids, random_model
+from tests.engine.models import VOCABULARY, over_slots, plain_logits, random_ids, random_model
 
 ROUNDS = [3, 5, 8, 1, 4, 2, 8, 8, 5, 3]
 
@@ -31,7 +34,9 @@ async def test_a_block_ends_once_its_chance_is_below_the_threshold(engines: Engi
     sizes = set()
     for number in range(12):
         prompt = random_ids(number, 10)
-        item = propose_item(f"{number}", 0, prompt, 0, 4, look_ahead=look_ahead, sampling=sampled(number, 0.6))
+        item = propose_item(
+            f"{number}", 0, prompt, 0, 4, look_ahead=look_ahead, sampling=sampled(number, 0.6, coupled=True)
+        )
         block = (await draft.ask(item)).result
         tokens = [*prompt.tolist(), *(each.token_id for each in block)]
         rows = plain_logits(model, np.array(tokens, dtype=np.uint32)) / 0.6
@@ -43,6 +48,42 @@ async def test_a_block_ends_once_its_chance_is_below_the_threshold(engines: Engi
         assert len(block) == expected
         sizes.add(expected)
     assert len(sizes) > 1
+
+
+async def test_a_block_of_which_the_look_ahead_alone_is_missing_did_not_end_early(engines: Engines) -> None:
+    draft = Client(engines.draft(over_slots(random_model()), stop_below=1.0))
+    for wanted, stopped in ((1, 0), (2, 1)):
+        item = propose_item(f"{wanted}", 0, random_ids(1, 10), 0, wanted, look_ahead=True, sampling=GREEDY)
+        assert len((await draft.ask(item)).result) == 1
+        assert draft.engine.stats.draft.stopped_blocks == stopped
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+async def test_a_request_of_rejection_sampling_gets_whole_blocks(engines: Engines, rows: int) -> None:
+    """Beside greedy requests in the same forwards, whose blocks do end, and with blocks that were drafted ahead."""
+    ahead = DraftAhead(rows, VOCABULARY) if rows else None
+    draft = Client(engines.draft(over_slots(random_model(), slots=8 + rows), ahead=ahead, stop_below=0.9))
+    prompts = {"sampled": random_ids(1, 10), "greedy": random_ids(2, 10)}
+    settings = {"sampled": sampled(5, 1.0), "greedy": GREEDY}
+    cached = dict.fromkeys(prompts, 0)
+    for epoch in range(3):
+        items = [
+            propose_item(name, epoch, prompt, cached[name], 5, sampling=None if epoch else settings[name])
+            for name, prompt in prompts.items()
+        ]
+        answers = await asyncio.gather(*(draft.ask(item) for item in items))
+        sizes = {name: len(answer.result) for name, answer in zip(prompts, answers, strict=True)}
+        assert sizes["sampled"] == 5
+        assert sizes["greedy"] < 5
+        for (name, prompt), answer in zip(prompts.items(), answers, strict=True):
+            cached[name] = min(answer.cached_length, prompt.size + len(answer.result))
+            prompts[name] = np.concatenate([prompt, [each.token_id for each in answer.result]]).astype(np.uint32)
+        while ahead is not None and ahead.wanted:  # noqa: ASYNC110 - the step thread knows no events
+            await asyncio.sleep(0.0005)
+    stats = draft.engine.stats
+    assert stats.draft.stopped_blocks == 3
+    assert stats.invariant_violations == 0
+    assert not rows or stats.ahead.tokens > 0
 
 
 async def test_never_is_the_default(engines: Engines) -> None:
