@@ -6,34 +6,46 @@ without complaint and get half of the calls.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import socket
+import textwrap
 import time
+from collections.abc import Callable
 
 import psutil
 
 from tandem.cli.address import Address
 from tandem.cli.errors import CliError
 
-# A port may also be the near end of somebody's outgoing connection, which the system chose by chance and will give back.
+# A port may also be the near end of somebody's outgoing connection, which the system chose by chance: the services' default
+# ports lie in the range that it chooses from. It gives the port back when the connection ends, ...
 _PASSING_SECONDS = 3.0
+# ... or, where the near end closed first, a minute (Linux) after that.
+_LINGERING_SECONDS = 65.0
 _POLL_SECONDS = 0.1
+_COMMAND_CHARACTERS = 300
 
 
-def require_free(address: Address, service: str, variable: str) -> None:
-    """Raises CliError if `address` can't be listened on."""
-    deadline = time.monotonic() + _PASSING_SECONDS
+def require_free(address: Address, service: str, variable: str, note: Callable[[str], None]) -> None:
+    """Raises CliError if `address` can't be listened on, nor can soon; `note` is told of a wait that takes longer."""
+    began = time.monotonic()
+    told = False
     while not _try_to_listen(address, service, variable):
-        listening, holder = _holder(address.port)
-        if listening or time.monotonic() >= deadline:
-            raise CliError(f"port {address.port} is in use{holder}: set {variable} to another host:port")
+        use = _use(address.port)
+        patience = _LINGERING_SECONDS if use.lingers else 0.0 if use.listens else _PASSING_SECONDS
+        if time.monotonic() - began >= patience:
+            raise CliError(f"port {address.port} is in use{use.holder}: set {variable} to another host:port")
+        if use.lingers and not told:
+            note(f"port {address.port} is held by a connection that has ended (TIME-WAIT): waiting, a minute at most")
+            told = True
         time.sleep(_POLL_SECONDS)
 
 
 def _try_to_listen(address: Address, service: str, variable: str) -> bool:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Connections of an earlier run that linger in TIME_WAIT don't count.
+        # As the services do: what lingers of connections that an earlier run had accepted doesn't count then.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port))
@@ -46,23 +58,36 @@ def _try_to_listen(address: Address, service: str, variable: str) -> bool:
     return True
 
 
-def _holder(port: int) -> tuple[bool, str]:
-    """Whether somebody listens there, and ` (by pid 123: python -m draft_service)`, as far as this user may know it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Use:
+    """What a port is used for. `holder` is ` (by pid 123: python -m draft_service)`, as far as this user may know it."""
+
+    listens: bool = False
+    lingers: bool = False
+    """Nobody has it any more, but for the system, which waits for what may still be under way."""
+    holder: str = ""
+
+
+def _use(port: int) -> _Use:
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
-        return True, ""
+        return _Use(listens=True)
     # A socket's local address is (host, port), or empty while it isn't bound.
     users = [connection for connection in connections if connection.laddr[1:2] == (port,)]
-    users.sort(key=lambda connection: (connection.status != psutil.CONN_LISTEN, connection.pid is None))
+    users.sort(
+        key=lambda user: (user.status != psutil.CONN_LISTEN, user.status == psutil.CONN_TIME_WAIT, user.pid is None)
+    )
     if not users:
-        return False, ""
+        return _Use()
     first = users[0]
-    listening = first.status == psutil.CONN_LISTEN
+    if first.status == psutil.CONN_TIME_WAIT:
+        return _Use(lingers=True, holder=" (by connections that have ended: TIME-WAIT)")
+    listens = first.status == psutil.CONN_LISTEN
     if first.pid is None:
-        return listening, ""
-    how = "" if listening else "for an outgoing connection, "
-    return listening, f" ({how}by pid {first.pid}{_command(first.pid)})"
+        return _Use(listens)
+    how = "" if listens else "for an outgoing connection, "
+    return _Use(listens, holder=f" ({how}by pid {first.pid}{_command(first.pid)})")
 
 
 def _command(pid: int) -> str:
@@ -70,4 +95,4 @@ def _command(pid: int) -> str:
         command = " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return ""
-    return f": {command[:80]}" if command else ""
+    return f": {textwrap.shorten(command, _COMMAND_CHARACTERS, placeholder=' ...')}" if command else ""

@@ -48,7 +48,7 @@ class Stack:
         """Starts every service and waits for readiness; on any failure stops what it has started."""
         try:
             for spec in self._plan.services:
-                require_free(spec.listen, spec.name, spec.listen_variable)
+                require_free(spec.listen, spec.name, spec.listen_variable, self._progress.note)
             self._settings.logs.mkdir(parents=True, exist_ok=True)
             for spec in self._plan.services:
                 self._start_one(spec)
