@@ -91,7 +91,9 @@ async def serve(
     stop = grpc_server.stop_event()
     await server.start()
     log.info("listening on %s%s", settings.listen, f", HTTP on {settings.http_listen}" if http is not None else "")
-    watcher = asyncio.create_task(runtime.watch_readiness(lambda ready: health.set(serving=ready)))
+    watcher = asyncio.create_task(
+        runtime.watch_readiness(lambda ready, note, refusal: health.set(serving=ready, note=note, refusal=refusal))
+    )
     await stop.wait()
     watcher.cancel()
     await health.set(serving=False)

@@ -133,7 +133,7 @@ class OrchestratorConfig(ServiceSettings):
     target_retry_seconds: float = seconds(
         "TANDEM_TARGET_RETRY_SECONDS",
         30.0,
-        help="how long a request waits for a target to come back before it ends UNAVAILABLE",
+        help="how long a request that runs waits for a target to come back before it ends UNAVAILABLE",
     )
     reader_timeout_seconds: float = seconds(
         "TANDEM_READER_TIMEOUT_SECONDS",

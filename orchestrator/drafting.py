@@ -238,9 +238,7 @@ class Drafting:
     async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         replica = self._session.seat()
         if replica is None or replica.info is None:
-            raise _Degraded(
-                self._pool.benched or "draft_unavailable", "no draft replica is connected, or all are benched"
-            )
+            raise self._nobody()
         gamma = min(gamma, replica.info.context_length - prefix.length, replica.info.max_speculative_tokens)
         if gamma < 1:
             self._session.leave()
@@ -315,6 +313,13 @@ class Drafting:
             self._session.forget()
         else:
             self._session.cached_length = min(answer.result().cached_length, prefix_length)
+
+    def _nobody(self) -> _Degraded:
+        if self._pool.benched:
+            return _Degraded(self._pool.benched, "all draft replicas are benched")
+        if refusals := self._pool.refusals:
+            return _Degraded("draft_incompatible", "; ".join(refusals))
+        return _Degraded("draft_unavailable", "no draft replica is connected")
 
     def _checked(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Block:
         if not 1 <= len(proposal.tokens) <= gamma + look_ahead:

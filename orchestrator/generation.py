@@ -89,11 +89,11 @@ class Generations:
             async with self._runtime.admission.place():
                 recorder.admitted()
                 # A target must be there before the owner is fenced off.
-                session = await sessions.resume(request, name, self._runtime.limits)
+                session = await sessions.resume(request, name, self._runtime.limits_of_new)
                 recorder.planned(session.plan, session.model)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
-        limits = self._runtime.limits()
+        limits = self._runtime.limits_of_new()
         if caller.max_tokens_per_request:
             limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, caller.max_tokens_per_request))
         with self._runtime.admission.planning():

@@ -32,7 +32,7 @@ _GAMMAS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 ROUND_OUTCOMES = ("plain", "degraded", "rejected", "accepted")
 BENCH_REASONS = ("draft_unavailable", "draft_timeout", "draft_invalid", "draft_collapsed")
-DEGRADED_REASONS = (*BENCH_REASONS, "draft_context", "draft_refused")
+DEGRADED_REASONS = (*BENCH_REASONS, "draft_incompatible", "draft_context", "draft_refused")
 LIMIT_DIRECTIONS = ("shorter", "longer")
 ROLES = ("draft", "target")
 GAMMA_REASONS = ("best", "trial", "unknown_cost")

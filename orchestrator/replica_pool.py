@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
@@ -49,6 +50,7 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         self._security = security
         self._resolve = resolve
         self._placement: Placement[Replica[ItemT, AnswerT]] = Placement()
+        self._was_ready, self._away_since = False, time.monotonic()
         self._changed = asyncio.Event()
         self._look_again = asyncio.Event()
         self._known: dict[str, set[str]] = {address: set() for address in addresses}
@@ -104,8 +106,13 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
 
     @property
     def refusals(self) -> list[str]:
-        """Why replicas were refused."""
-        return [f"{replica.address}: {replica.refusal}" for replica in self.replicas if replica.refusal]
+        """Why replicas were refused, each reason once. The log has their addresses."""
+        return list(dict.fromkeys(replica.refusal for replica in self.replicas if replica.refusal))
+
+    @property
+    def away_seconds(self) -> float:
+        """How long no replica has been ready; 0 while one is."""
+        return 0.0 if self.ready else time.monotonic() - self._away_since
 
     async def close(self) -> None:
         """Ends all streams."""
@@ -116,6 +123,10 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         await asyncio.gather(*(replica.close() for replica in self.replicas), *self._closing)
 
     def _replica_changed(self) -> None:
+        if self.ready or not self._was_ready:
+            self._was_ready = self.ready
+        else:
+            self._was_ready, self._away_since = False, time.monotonic()
         self._changed.set()
         self._look_again.set()
         self._on_change()

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from tandem.v1 import worker_pb2
 
@@ -30,6 +31,28 @@ READINESS_SECONDS = 0.5
 STORE_HEALTH_SECONDS = 1.0
 """With the time between two looks, health tells of a store that hangs within two seconds, however long a commit may wait."""
 RETRY_AFTER_SECONDS = 2.0
+AWAY_SECONDS = 5.0
+"""A target whose stream broke is back by then, or really away."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hindrance:
+    """What readiness lacks, and more of it for the operator alone."""
+
+    what: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}" if self.detail else self.what
+
+
+def _refusals(pool: DraftPool | TargetPool) -> list[str]:
+    """Why none of the pool is ready, where that is why."""
+    return [] if pool.ready else pool.refusals
+
+
+def _no_target() -> Unavailable:
+    return Unavailable("no target is connected", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS)
 
 
 class Runtime:
@@ -59,11 +82,18 @@ class Runtime:
         self.targets = TargetPool(config.target_addresses, TARGET, vocabulary.check_target, self._changed.set, workers)
         self.drafts = DraftPool(config.draft_addresses, DRAFT, vocabulary.check_draft, self._changed.set, workers)
 
+    def limits_of_new(self) -> Limits:
+        """The limits of a request that begins; raises Unavailable while no target is connected, where that isn't a moment's
+        matter. What runs already has the time to wait for one."""
+        if self.targets.away_seconds > min(self._config.target_retry_seconds, AWAY_SECONDS):
+            raise _no_target()
+        return self.limits()
+
     def limits(self) -> Limits:
         """What a request may ask for now; raises Unavailable while no target has described itself."""
         infos = self._target_infos()
         if not infos:
-            raise Unavailable("no target is connected yet", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS)
+            raise _no_target()
         return Limits(
             context_length=min(info.context_length for info in infos),
             vocabulary_size=min(info.vocabulary_size for info in infos),
@@ -94,16 +124,18 @@ class Runtime:
     def _target_infos(self) -> list[worker_pb2.GetModelInfoResponse]:
         return [replica.info for replica in self.targets.replicas if replica.info is not None]
 
-    async def watch_readiness(self, report: Callable[[bool], Awaitable[None]]) -> None:
-        """Reports readiness whenever it changes, for as long as the task lives."""
-        was: str | None = "not asked yet"
+    async def watch_readiness(self, report: Callable[[bool, str, str], Awaitable[None]]) -> None:
+        """Reports readiness, what is missing, and why a worker that is there is refused, whenever it changes, for as long as the
+        task lives. The words are for everybody who may ask: addresses and the store's errors are for the log."""
+        was: tuple[_Hindrance | None, str] | None = None
         ever_ready = False
         while True:
             hindrance = await self._hindrance(ever_ready)
-            if hindrance != was:
+            refusal = "; ".join(refusal for pool in (self.targets, self.drafts) for refusal in _refusals(pool))
+            if (hindrance, refusal) != was:
                 log.info("ready" if hindrance is None else f"not ready: {hindrance}")
-                await report(hindrance is None)
-                was = hindrance
+                await report(hindrance is None, hindrance.what if hindrance is not None else "", refusal)
+                was = hindrance, refusal
             ever_ready = ever_ready or hindrance is None
             self._changed.clear()
             try:
@@ -111,21 +143,21 @@ class Runtime:
             except TimeoutError:
                 continue
 
-    async def _hindrance(self, ever_ready: bool) -> str | None:
+    async def _hindrance(self, ever_ready: bool) -> _Hindrance | None:
         if self.admission.draining:
-            return "draining"
+            return _Hindrance("draining")
         if not self.targets.ready:
-            return "; ".join(["no target is connected", *self.targets.refusals])
+            return _Hindrance("no target is connected", "; ".join(self.targets.refusals))
         try:
             async with asyncio.timeout(STORE_HEALTH_SECONDS):
                 await self.store.ping()
         except (StoreFull, StoreUnavailable) as error:
-            return f"the store is not available: {error}"
+            return _Hindrance("the store is not available", str(error))
         except TimeoutError:
-            return f"the store does not answer within {STORE_HEALTH_SECONDS:g} s"
+            return _Hindrance(f"the store does not answer within {STORE_HEALTH_SECONDS:g} s")
         return None if ever_ready else self._missing_draft()
 
-    def _missing_draft(self) -> str | None:
+    def _missing_draft(self) -> _Hindrance | None:
         """What a draft that isn't there keeps from the first readiness; later it only costs its speed.
 
         One of another vocabulary is a wrong configuration. One that is away is waited for a while, since services are
@@ -133,13 +165,13 @@ class Runtime:
         """
         if self.drafts.ready or not self.drafts.configured:
             return None
-        if self.drafts.refusals:
-            return "; ".join(self.drafts.refusals)
+        if refusals := _refusals(self.drafts):
+            return _Hindrance("the draft is refused", "; ".join(refusals))
         now = time.monotonic()
         if self._waits_for_draft_since is None:
             self._waits_for_draft_since = now
         if now - self._waits_for_draft_since < self._config.draft_start_seconds:
-            return "no draft is connected yet"
+            return _Hindrance("no draft is connected yet")
         return None
 
     async def close(self) -> None:

@@ -180,9 +180,9 @@ class Scoring:
     async def _pause(self, seconds: float, give_up_at: float, fault: Exception) -> None:
         left = give_up_at - time.monotonic()
         if left <= 0:
-            raise Unavailable(
-                f"no target scored the round within {self._policy.retry:g} s", "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS
-            ) from fault
+            what = "no target scored the round" if self._pool.ready else "no target is connected: none came back"
+            message = f"{what} within {self._policy.retry:g} s"
+            raise Unavailable(message, "TARGET_UNAVAILABLE", RETRY_AFTER_SECONDS) from fault
         if self._pool.ready:
             await asyncio.sleep(min(seconds, left))
         else:

@@ -50,6 +50,8 @@ _PROBE_OPTIONS: Sequence[tuple[str, Any]] = (
 
 _PLAIN_TEXT = ServerFiles()
 
+NOTE_KEY, REFUSAL_KEY = "tandem-note-bin", "tandem-refusal-bin"
+"""Trailing metadata of a health check's answer, in UTF-8: what is missing, which a status can't say, and what time won't mend."""
 LIVENESS = "liveness"
 """The name under which health says whether the process is sound, which is all that a restart can mend."""
 
@@ -61,6 +63,20 @@ class PortError(Exception):
     """The address can't be listened on; one line that says so."""
 
 
+class _HealthServicer(health.aio.HealthServicer):
+    """Says more than a status where there is more to say."""
+
+    metadata: tuple[tuple[str, bytes], ...] = ()
+
+    async def Check(  # noqa: N802 - gRPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        if self.metadata:
+            context.set_trailing_metadata(self.metadata)
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        return answer
+
+
 class HealthSwitch:
     """grpc.health.v1: readiness for the server as a whole ("") and its service, always alike; `LIVENESS` apart from it.
 
@@ -68,7 +84,7 @@ class HealthSwitch:
     """
 
     def __init__(self, service: str) -> None:
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = _HealthServicer()
         self._names = ("", service)
         self._apart: grpc.aio.Server | None = None
         self.serving = False
@@ -90,9 +106,11 @@ class HealthSwitch:
         await server.start()
         self._apart = server
 
-    async def set(self, *, serving: bool) -> None:
-        """Switches readiness."""
+    async def set(self, *, serving: bool, note: str = "", refusal: str = "") -> None:
+        """Switches readiness. What is missing, and what is there and refused, is for everybody who may ask."""
         self.serving = serving
+        said = {NOTE_KEY: note, REFUSAL_KEY: refusal}
+        self._servicer.metadata = tuple((key, text.encode()) for key, text in said.items() if text)
         for name in self._names:
             await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 

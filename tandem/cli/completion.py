@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.client import Chunk, GeneratedToken, Generation, GenerationFinish, GenerationStart
+from tandem.client import Chunk, GeneratedToken, Generation, GenerationFinish, GenerationStart, TokenKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +31,13 @@ class Completion:
     def tokens_per_second(self) -> float:
         """Tokens over the whole time, waiting for the first included."""
         return len(self.tokens) / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens for each pass of the target, those without a block included; no speed-up can be more."""
+        rounds = self.finish.speculation.rounds
+        made = sum(token.kind is not TokenKind.REPLAYED for token in self.tokens)
+        return made / rounds if rounds else 0.0
 
     def acceptance_per_position(self) -> list[float]:
         """How often a drafted token was accepted, by its position in the block."""

@@ -119,6 +119,20 @@ def _compare(
     block = "auto" if adaptive else len(speculative.finish.speculation.draft_tokens_per_position)
     screen.console.print(statistics_table([(f"gamma = {block}", speculative), ("gamma = 0", plain)]))
     screen.line(f"speed-up {speed_up(speculative, plain):.2f}x; {_equality(speculative, plain, options)}")
+    for line in _doubts(speculative, plain):
+        screen.line(line)
+
+
+def _doubts(speculative: Completion, plain: Completion) -> Iterator[str]:
+    """What the comparison doesn't show although it looks so."""
+    stats = speculative.finish.speculation
+    if stats.degraded_rounds and not stats.draft_tokens:
+        yield f"no round had a draft ({', '.join(stats.degraded_reasons)}): this is plain decoding, twice"
+    elif speed_up(speculative, plain) > max(1.0, speculative.tokens_per_round):
+        yield (
+            f"a round can't bring more than its {speculative.tokens_per_round:.2f} tokens: "
+            "other load slowed the plain run down; try again"
+        )
 
 
 def _warm_up(client: TandemClient, prompt: Prompt, options: GenerationOptions) -> None:

@@ -22,6 +22,8 @@ from tandem.cli.settings import (
 )
 from tandem.transport_security import ClientFiles
 
+_DRAFT_START = "TANDEM_DRAFT_START_SECONDS"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -121,6 +123,8 @@ def _orchestrator(settings: StackSettings) -> ServiceSpec:
             "TANDEM_DRAFT_ADDRESSES": _worker_addresses(settings, "draft"),
             "TANDEM_TARGET_ADDRESSES": _worker_addresses(settings, "target"),
             "TANDEM_REDIS_URL": _redis_url(settings),
+            # As long as it is waited for, so that a draft that doesn't fit is found here and not by its missing speed.
+            _DRAFT_START: settings.environment.get(_DRAFT_START) or f"{settings.ready_timeout_seconds:g}",
             **_tokenizer(settings),
         },
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,13 +12,24 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cli.plan import Endpoint
+from tandem.grpc_server import NOTE_KEY, REFUSAL_KEY
 from tandem.transport_security import ClientFiles
 
 # Short: a service that loads a model may hold its port without answering.
 PROBE_SECONDS = 0.5
 
-Probe = Callable[[], str]
-"""Asks once. Returns an empty string when ready, else in a few words why not."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """Ready without a reason, else in a few words why not; `final` if waiting won't help."""
+
+    reason: str = ""
+    final: bool = False
+
+
+READY = Answer()
+Probe = Callable[[], Answer]
+"""Asks once."""
 
 
 @contextmanager
@@ -26,14 +38,14 @@ def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
     with ExitStack() as connections:
         probes = [_open(endpoint, address, connections) for address in endpoint.addresses]
 
-        def probe_any() -> str:
-            reasons = []
+        def probe_any() -> Answer:
+            answers = []
             for probe in probes:
-                reason = probe()
-                if not reason:
-                    return ""
-                reasons.append(reason)
-            return reasons[0]
+                answer = probe()
+                if not answer.reason:
+                    return READY
+                answers.append(answer)
+            return answers[0]
 
         yield probe_any
 
@@ -55,16 +67,16 @@ def _redis_probe(url: str, tls: ClientFiles, connections: ExitStack) -> Probe:
     )
     connections.callback(client.close)
 
-    def probe() -> str:
+    def probe() -> Answer:
         try:
             client.ping()
         except redis.BusyLoadingError:
-            return "loading"
+            return Answer("loading")
         except redis.AuthenticationError:
-            return "refuses the password"
+            return Answer("refuses the password")
         except (redis.RedisError, OSError):
-            return "connecting"
-        return ""
+            return Answer("connecting")
+        return READY
 
     return probe
 
@@ -84,15 +96,27 @@ def _grpc_probe(address: str, tls: ClientFiles, connections: ExitStack) -> Probe
     )
     stub = health_pb2_grpc.HealthStub(channel)
 
-    def probe() -> str:
+    def probe() -> Answer:
         try:
             request = health_pb2.HealthCheckRequest(service="")
-            reply = stub.Check(request, timeout=PROBE_SECONDS)  # type: ignore[attr-defined]  # set in its __init__
+            reply, call = stub.Check.with_call(  # type: ignore[attr-defined]  # set in its __init__
+                request, timeout=PROBE_SECONDS
+            )
         except grpc.RpcError as error:
-            return _reason(error)
-        return "" if reply.status == health_pb2.HealthCheckResponse.SERVING else "loading"
+            return Answer(_reason(error))
+        return _answer(reply.status == health_pb2.HealthCheckResponse.SERVING, dict(call.trailing_metadata() or ()))
 
     return probe
+
+
+def _answer(serving: bool, said: Mapping[str, bytes]) -> Answer:
+    """A service that serves, but without a part that it was started with and refuses, isn't what was asked for."""
+    refusal, note = (said.get(key, b"").decode(errors="replace") for key in (REFUSAL_KEY, NOTE_KEY))
+    if refusal:
+        return Answer(refusal, final=True)
+    if serving:
+        return READY
+    return Answer(f"not ready: {note}" if note else "loading")
 
 
 def _reason(error: Any) -> str:

@@ -96,9 +96,12 @@ class Stack:
             while waiting:
                 self._check_children()
                 for name, probe in list(waiting.items()):
-                    reason = probe()
-                    if reason:
-                        self._progress.update(name, reason)
+                    answer = probe()
+                    if answer.final:
+                        ends = [self._log_end(name)] if name in self._children else []
+                        raise CliError("\n".join([f"{name} won't be ready: {answer.reason}", *ends]))
+                    if answer.reason:
+                        self._progress.update(name, answer.reason)
                     else:
                         self._progress.ready(name)
                         del waiting[name]

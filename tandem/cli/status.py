@@ -67,7 +67,7 @@ def _state(service: RunningService, files: Mapping[str, str]) -> str:
         endpoint = Endpoint("grpc", (service.address,), from_record(files, service.name))
     try:
         with open_probe(endpoint) as probe:
-            return probe() or "ready"
+            return probe().reason or "ready"
     except OSError as error:
         return f"can't be asked: {error}"
 

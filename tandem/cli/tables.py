@@ -39,6 +39,7 @@ def _rows(completions: Sequence[Completion]) -> list[tuple[str, _Cell]]:
     rows += [(f"acceptance at position {index + 1}", _acceptance_at(index)) for index in range(positions)]
     rows += [
         ("mean acceptance length", lambda done: f"{done.finish.speculation.mean_acceptance_length:.2f}"),
+        ("tokens per round", lambda done: f"{done.tokens_per_round:.2f}"),
         ("time to first token", lambda done: f"{done.first_token_seconds * 1000:.0f} ms"),
         ("time per output token", lambda done: f"{done.seconds_per_output_token * 1000:.1f} ms"),
         ("tokens/s", lambda done: f"{done.tokens_per_second:.1f}"),

@@ -12,6 +12,8 @@ import grpc
 import pytest
 import redis
 
+from tandem.cli.plan import Endpoint
+from tandem.cli.readiness import open_probe
 from tandem.client import UnavailableError
 from tandem.client.errors import to_tandem_error
 from tandem.grpc_server import LIVENESS
@@ -123,7 +125,13 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
         assert error.retry_after_seconds is not None
         assert time.monotonic() - started < 60
         assert not stack.orchestrator.serving()
+        assert "no target is connected: none came back within 2 s" in caught.value.details()  # type: ignore[attr-defined]
         assert stack.orchestrator.serving(LIVENESS)  # a restart would bring back no target
+        with open_probe(Endpoint("grpc", (stack.orchestrator.address,))) as probe:
+            _until(lambda: probe().reason == "not ready: no target is connected")
+        with pytest.raises(grpc.RpcError) as refused:  # and who asks anew isn't kept waiting
+            generate(channel, PROMPT, **FIELDS)
+        assert refused.value.details() == "no target is connected"  # type: ignore[attr-defined]
 
 
 def test_the_store_goes_away_and_nothing_is_half_committed(stack: Stack, channel: grpc.Channel) -> None:

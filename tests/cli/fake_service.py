@@ -12,14 +12,25 @@ from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from tandem.grpc_server import REFUSAL_KEY
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.cli.fake_orchestrator import FakeOrchestrator
+
+
+class RefusingHealth(health.HealthServicer):
+    """Waits for nothing that could still come."""
+
+    def Check(self, request, context):
+        context.set_trailing_metadata(((REFUSAL_KEY, b"the draft speaks another language"),))
+        return super().Check(request, context)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("listen")
-    parser.add_argument("--mode", choices=("good", "exits", "never-ready", "dies", "ignores-sigterm"), default="good")
+    parser.add_argument(
+        "--mode", choices=("good", "exits", "never-ready", "dies", "ignores-sigterm", "refuses"), default="good"
+    )
     parser.add_argument("--pause", type=float, default=0.0)
     arguments = parser.parse_args()
     print(f"starting as {arguments.mode}", flush=True)
@@ -31,7 +42,7 @@ def main() -> int:
     ignore = arguments.mode == "ignores-sigterm"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore else lambda number, _: stopped.append(number))
     server = grpc.server(futures.ThreadPoolExecutor(8))
-    servicer = health.HealthServicer()
+    servicer = RefusingHealth() if arguments.mode == "refuses" else health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     orchestrator = FakeOrchestrator()
     orchestrator.pause_seconds = arguments.pause
@@ -42,7 +53,7 @@ def main() -> int:
     time.sleep(0.3)
     if arguments.mode == "dies":
         os._exit(1)
-    if arguments.mode != "never-ready":
+    if arguments.mode not in ("never-ready", "refuses"):
         servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     while not stopped:
         time.sleep(0.05)

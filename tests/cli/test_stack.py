@@ -143,6 +143,15 @@ def test_a_service_that_exits_is_reported_with_the_end_of_its_log(stack):
     assert stack.listening() == set()
 
 
+def test_a_worker_that_is_refused_is_not_waited_for(stack):
+    stack.modes["orchestrator"] = ["--mode", "refuses"]
+    code, _, err = stack.run("up", TANDEM_READY_TIMEOUT="3600")
+    assert code == 1
+    assert "orchestrator won't be ready: the draft speaks another language" in err
+    assert "starting as refuses" in err  # the end of its log
+    assert stack.listening() == set()
+
+
 def test_a_service_that_is_never_ready_is_a_timeout_and_no_hang(stack):
     stack.modes["orchestrator"] = ["--mode", "never-ready"]
     code, _, err = stack.run("up", TANDEM_READY_TIMEOUT="5")

@@ -10,6 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tandem.cli.plan import Endpoint
+from tandem.cli.readiness import open_probe
 from tests.support.generation import generate, generate_all, request
 from tests.support.model_scripts import load_script
 from tests.support.reference import Reference
@@ -77,6 +79,15 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
             time.sleep(0.05)
         time.sleep(2)  # a draft that is only away would be waited for no longer
         assert not stack.orchestrator.serving()
+        with open_probe(Endpoint("grpc", (stack.orchestrator.address,))) as probe:
+            deadline = time.monotonic() + 60
+            while not (answer := probe()).final:
+                assert time.monotonic() < deadline
+        assert f"the {wrong} model" in answer.reason
+        if wrong == "draft":
+            with grpc.insecure_channel(stack.orchestrator.address) as channel:
+                result = generate(channel, [5, 6, 7], max_tokens=3, num_speculative_tokens=4)
+            assert list(result.speculation.degraded_reasons) == ["draft_incompatible"]
 
 
 def test_the_orchestrator_is_ready_without_a_draft_and_uses_it_when_it_comes(tmp_path: Path) -> None:
