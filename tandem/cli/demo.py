@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tandem.cli.completion import Completion, collect
 from tandem.cli.endpoint import open_client
+from tandem.cli.errors import CliError
 from tandem.cli.existing import usable_stack
 from tandem.cli.failure import calls_explained
 from tandem.cli.plan import plan_stack
@@ -23,6 +24,7 @@ from tandem.cli.settings import StackSettings, load_settings, with_flags
 from tandem.cli.stack import Stack
 from tandem.cli.state import StateFile
 from tandem.cli.tables import speed_up, statistics_table
+from tandem.cli.variables import misspelt
 from tandem.client import GenerationOptions, Prompt, TandemClient
 
 PROMPT = "Why should we protect the oceans?"
@@ -41,7 +43,10 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     text = arguments.prompt or PROMPT
     screen = _Screen(console, use_colour(arguments.colour, sys.stdout, environment))
-    with running_stack(settings, Progress(console)) as address, _calls(address, environment) as client:
+    progress = Progress(console)
+    for line in misspelt(environment):
+        progress.note(line)
+    with running_stack(settings, progress) as address, _calls(address, environment) as client:
         options = _with_gamma(options_of(arguments), environment)
         _compare(client, prompt_of(arguments, text), text, options, arguments.timeout, screen)
     console.print(f"logs: {settings.logs}", markup=False)
@@ -55,6 +60,11 @@ def running_stack(settings: StackSettings, progress: Progress) -> Iterator[str]:
     stack: Stack | None = None
     with file.locked():
         running = usable_stack(settings, progress.note)
+        if running is not None and not running.complete():
+            dead = ", ".join(service.name for service in running.dead())
+            raise CliError(
+                f"{dead} of the running services has died: `tandem up` starts it again, `tandem status` shows more"
+            )
         if running is not None:
             progress.note(f"using the services that run at {running.orchestrator_address}")
             address = running.orchestrator_address
@@ -152,7 +162,9 @@ def _warm_up(client: TandemClient, prompt: Prompt, options: GenerationOptions) -
 def _stream(
     client: TandemClient, prompt: Prompt, options: GenerationOptions, timeout: float | None, screen: _Screen
 ) -> Completion:
-    completion = collect(client.generate(prompt, options, timeout=timeout), screen.tokens().show)
+    painter = screen.tokens()
+    with painter.line_ended():
+        completion = collect(client.generate(prompt, options, timeout=timeout), painter.show)
     screen.line()
     return completion
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.cli.address import parse_address
+from tandem.cli.choices import recorded_files
 from tandem.cli.encryption import from_record
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.settings import DEFAULT_LISTEN, EXTERNAL_VARIABLES, listen_variable, stack_home
-from tandem.cli.stack import recorded_files
 from tandem.cli.state import StateFile
 from tandem.client import TandemClient
 from tandem.config import ConfigError

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tandem.cli.choices import choices, differing
 from tandem.cli.errors import CliError
 from tandem.cli.processes import is_alive
 from tandem.cli.settings import StackSettings
-from tandem.cli.stack import choices, differing, stop_services
+from tandem.cli.stack import stop_services
 from tandem.cli.state import StackState, StateFile
 
 
 def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackState | None:
-    """The stack that `tandem up` left running, if it is whole and what was asked for; None if there is none.
+    """The stack that `tandem up` left running, if it is what was asked for, though parts of it may have died; None if there is none.
 
     Raises CliError where starting another one would be a surprise. What a killed demo left behind is cleared away.
     """
@@ -32,15 +33,8 @@ def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackS
         stop_services(state.services, note)
         file.remove()
         return None
-    return _whole(state, settings)
-
-
-def _whole(state: StackState, settings: StackSettings) -> StackState:
-    dead = sorted({service.name for service in state.services} - {service.name for service in state.alive()})
-    if dead:
-        logs = ", ".join(service.log for service in state.services if service.name in dead)
-        raise CliError(f"{', '.join(dead)} of the running services has died (see {logs}): run `tandem down` first")
-    other = differing(state.choices, choices(settings))
+    # What is started beside running services has to be what it was before.
+    other = differing(state.choices, choices(settings), all_of_them=not state.complete())
     if other:
         raise CliError("\n  ".join(["services with other settings are running: run `tandem down` first", *other]))
     return state

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tandem.cli.errors import CliError
-from tandem.client import TandemError, UnavailableError
+from tandem.client import DeadlineError, TandemError, UnavailableError
 
 
 @contextlib.contextmanager
@@ -29,4 +29,6 @@ def describe(error: TandemError, address: str) -> str:
     # The transport's own words when nobody listens; a service that answers UNAVAILABLE says why itself.
     if isinstance(error, UnavailableError) and "connect" in error.message.lower():
         return f"UNAVAILABLE: no orchestrator answers at {address}; `tandem up` starts one, `tandem status` shows what runs"
+    if isinstance(error, DeadlineError) or "deadline exceeded" in error.message.lower():
+        return "DEADLINE_EXCEEDED: the time of --timeout is up before the answer is whole"
     return text

@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         painter = TokenPainter(
             sys.stdout, colour=use_colour(arguments.colour, sys.stdout, environment), letters=arguments.kinds
         )
-        completion = collect(generation, painter.show)
+        with painter.line_ended():
+            completion = collect(generation, painter.show)
     if sys.stdout.isatty() and not completion.text.endswith("\n"):
         print()
     if arguments.stats:

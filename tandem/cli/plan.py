@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from tandem.cli.address import Address
+from tandem.cli.address import Address, parse_address
 from tandem.cli.embedded_redis import embedded_redis_command
 from tandem.cli.encryption import PLAIN_TEXT
 from tandem.cli.errors import CliError
 from tandem.cli.settings import (
     DEFAULT_MODELS,
+    FURTHER_LISTENS,
     MODEL_TARGETS,
     StackSettings,
     default_threads,
@@ -45,6 +46,8 @@ class ServiceSpec:
     listen_variable: str
     endpoint: Endpoint
     detail: str = ""
+    further_listens: Mapping[str, Address] = dataclasses.field(default_factory=dict)
+    """By variable, where it has more ports."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +161,18 @@ def _python_service(
         listen_variable=listen_variable(name),
         endpoint=Endpoint("grpc", (str(listen.reachable()),), settings.encryption.of(name)),
         detail=detail,
+        further_listens=_further_listens(settings, name),
     )
+
+
+def _further_listens(settings: StackSettings, name: str) -> dict[str, Address]:
+    own = {variable for variable in FURTHER_LISTENS if variable.startswith(f"TANDEM_{name.upper()}_")}
+    if name == "orchestrator":
+        own.add("TANDEM_HTTP_LISTEN")
+    return {
+        variable: parse_address(settings.environment[variable], variable)
+        for variable in sorted(own.intersection(settings.environment))
+    }
 
 
 def _redis_url(settings: StackSettings) -> str:

@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+_SILENCE_SECONDS = 10.0
+"""Without a moving table, what is waited for is said so often."""
+
 
 class Progress:
     """The state of each service while a command waits for all of them."""
@@ -18,6 +21,8 @@ class Progress:
         self._console = console
         self._started: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
+        self._waiting: dict[str, str] = {}
+        self._said_at = time.monotonic()
         self._bars = RichProgress(
             SpinnerColumn(finished_text="[green]✓" if console.encoding.startswith("utf") else "*"),
             TextColumn("{task.description:<13}"),
@@ -44,10 +49,15 @@ class Progress:
     def update(self, name: str, state: str) -> None:
         """What the service does instead of being ready."""
         self._bars.update(self._tasks[name], state=state)
+        self._waiting[name] = state
+        if not self._console.is_terminal and time.monotonic() - self._said_at >= _SILENCE_SECONDS:
+            self._said_at = time.monotonic()
+            self.note("waiting for " + ", ".join(f"{each} ({why})" for each, why in self._waiting.items()))
 
     def ready(self, name: str) -> None:
         """The service is ready."""
         self._bars.update(self._tasks[name], completed=1, state="ready")
+        self._waiting.pop(name, None)
         if not self._console.is_terminal:
             self.note(f"{name} ready after {time.monotonic() - self._started[name]:.1f} s")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from tandem.client import Chunk, GeneratedToken, TokenKind
@@ -32,20 +35,37 @@ class TokenPainter:
         self._letters = letters
         self._text = ""
         self._shown = 0
+        self._in_line = False
 
     def show(self, chunk: Chunk) -> None:
         """Writes what is new."""
         self._text += chunk.text
         if self._colour or self._letters:
             for token in chunk.tokens:
-                self._stream.write(self.paint(token))
+                self._write(self.paint(token), token.text)
                 self._shown += len(token.text)
             if chunk.finish is not None:
                 # Text that was held back until the end belongs to no token of this chunk.
-                self._stream.write(_visible(self._text[self._shown :]))
+                self._write(_visible(self._text[self._shown :]))
         else:
-            self._stream.write(_visible(chunk.text) if self._stream.isatty() else chunk.text)
+            self._write(_visible(chunk.text) if self._stream.isatty() else chunk.text)
         self._stream.flush()
+
+    @contextlib.contextmanager
+    def line_ended(self) -> Iterator[None]:
+        """Ends the line when something else is about to be said: an error, on the same screen."""
+        try:
+            yield
+        except BaseException:
+            if self._in_line and _shares_its_place(self._stream):
+                with contextlib.suppress(OSError):
+                    print(file=self._stream, flush=True)
+            raise
+
+    def _write(self, shown: str, text: str | None = None) -> None:
+        self._stream.write(shown)
+        if shown:
+            self._in_line = not (shown if text is None else text).endswith("\n")
 
     def paint(self, token: GeneratedToken) -> str:
         """One token with its mark."""
@@ -65,6 +85,14 @@ class TokenPainter:
             mark = f"[{_LETTERS[kind]}] {meaning}" if self._letters else meaning
             parts.append(f"\x1b[{_COLOURS[kind]}m{mark}\x1b[0m" if self._colour else mark)
         return " · ".join(parts) if self._stream.encoding.lower().startswith("utf") else " | ".join(parts)
+
+
+def _shares_its_place(stream: TextIO) -> bool:
+    """Whether errors are written to the same terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(stream.fileno(), sys.stderr.fileno())
+    except OSError:  # not of the system
+        return False
 
 
 def _visible(text: str) -> str:

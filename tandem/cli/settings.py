@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tandem.cli.address import Address, parse_address
 from tandem.cli.encryption import Encryption, read_encryption, with_absolute_files
@@ -27,6 +26,17 @@ EXTERNAL_VARIABLES = {
     "orchestrator": "TANDEM_ORCHESTRATOR_ADDRESS",
 }
 DEFAULT_MODELS = {"draft": "models/smol-draft", "target": "models/smollm2-135m-instruct"}
+# Ports that a service opens where they are named.
+FURTHER_LISTENS = frozenset(
+    {
+        "TANDEM_HTTP_LISTEN",
+        *(
+            f"TANDEM_{role}_{what}_LISTEN"
+            for role in ("DRAFT", "TARGET", "ORCHESTRATOR")
+            for what in ("METRICS", "HEALTH")
+        ),
+    }
+)
 # How to make a default model that isn't there.
 MODEL_TARGETS = {"draft": "make draft-model", "target": "make models"}
 
@@ -90,19 +100,35 @@ def with_flags(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     return {**environment, **{variable: value for variable, value in given.items() if value is not None}}
 
 
-def _refuse_what_up_cannot_do(environment: Mapping[str, str]) -> None:
-    """Its own probe of the store asks at one address."""
-    if "+" in urlsplit(environment.get("TANDEM_REDIS_URL", "")).scheme:
+def _check_store(url: str) -> None:
+    """Before anything is started; what is wrong with it isn't shown, since it may hold a password."""
+    from redis.connection import parse_url
+
+    # Its own probe of the store asks at one address.
+    if "+" in url.partition("://")[0]:
         raise CliError(
             "TANDEM_REDIS_URL: give a primary's own address here; Sentinels and clusters are for services", USAGE
         )
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]  # redis has types for a part of itself
+    except ValueError as error:
+        raise CliError(
+            "TANDEM_REDIS_URL is no address of a store: expected redis://host:port/0, or rediss://", USAGE
+        ) from error
+
+
+def _readable(environment: Mapping[str, str]) -> dict[str, str]:
+    """Empty variables are unset, and a port alone is on loopback, for the services too, which want host:port."""
+    given = {name: value for name, value in environment.items() if value or not name.startswith("TANDEM_")}
+    for name in FURTHER_LISTENS.intersection(given):
+        given[name] = str(parse_address(given[name], name))
+    return given
 
 
 def load_settings(environment: Mapping[str, str]) -> StackSettings:
     """Reads and validates the variables; raises CliError that names the one at fault."""
     root = project_root()
-    _refuse_what_up_cannot_do(environment)
-    environment = with_absolute_files(environment)
+    environment = with_absolute_files(_readable(environment))
     external = {
         service: _external(environment, service)
         for service in EXTERNAL_VARIABLES
@@ -132,6 +158,7 @@ def _external(environment: Mapping[str, str], service: str) -> tuple[str, ...]:
     variable = EXTERNAL_VARIABLES[service]
     value = environment[variable].strip()
     if service == "redis":
+        _check_store(value)
         return (value,)
     addresses = tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(str(parse_address(address, variable)) for address in addresses)

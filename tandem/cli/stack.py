@@ -10,10 +10,11 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from tandem.cli.choices import choices
 from tandem.cli.errors import CliError
 from tandem.cli.plan import ServiceSpec, StackPlan
 from tandem.cli.ports import require_free
@@ -30,11 +31,17 @@ _LOG_LINES = 20
 
 
 class Stack:
-    """A stack being started, running, or being stopped by this command."""
+    """A stack being started, running, or being stopped by this command; or what is missing of one that runs."""
 
     def __init__(
-        self, plan: StackPlan, settings: StackSettings, kind: Literal["up", "demo"], progress: Progress
+        self,
+        plan: StackPlan,
+        settings: StackSettings,
+        kind: Literal["up", "demo"],
+        progress: Progress,
+        before: StackState | None = None,
     ) -> None:
+        """What runs of `before` is left as it is."""
         starter = identify(os.getpid())
         assert starter is not None
         self._plan = plan
@@ -42,15 +49,19 @@ class Stack:
         self._progress = progress
         self._file = StateFile(settings.home)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self.state = StackState(kind, starter, plan.orchestrator_address, choices(settings))
+        self._before = before
+        running = {service.name for service in before.alive()} if before is not None else set()
+        self._to_start = [spec for spec in plan.services if spec.name not in running]
+        self.state = before or StackState(kind, starter, plan.orchestrator_address, choices(settings))
 
     def start(self) -> None:
         """Starts every service and waits for readiness; on any failure stops what it has started."""
         try:
-            for spec in self._plan.services:
-                require_free(spec.listen, spec.name, spec.listen_variable, self._progress.note)
+            for spec in self._to_start:
+                for variable, address in {spec.listen_variable: spec.listen, **spec.further_listens}.items():
+                    require_free(address, spec.name, variable, self._progress.note)
             self._settings.logs.mkdir(parents=True, exist_ok=True)
-            for spec in self._plan.services:
+            for spec in self._to_start:
                 self._start_one(spec)
             self._wait_ready()
         except BaseException:
@@ -59,11 +70,14 @@ class Stack:
 
     def stop(self) -> None:
         """Stops what this stack started."""
-        stop_services(self.state.services, self._progress.note)
+        started = [service for service in self.state.services if service.name in self._children]
+        stop_services(started, self._progress.note)
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1)
-        if self.state.services:
+        if self._before is not None:
+            self._file.save(self._before)
+        elif self.state.services:
             self._file.remove()
 
     def _start_one(self, spec: ServiceSpec) -> None:
@@ -86,13 +100,14 @@ class Stack:
 
     def _wait_ready(self) -> None:
         endpoints = {spec.name: spec.endpoint for spec in self._plan.services}
-        endpoints |= {external.name: external.endpoint for external in self._plan.external}
+        external = {each.name: each.endpoint for each in self._plan.external}
+        endpoints |= external
         deadline = time.monotonic() + self._settings.ready_timeout_seconds
         with contextlib.ExitStack() as connections, self._progress:
             waiting: dict[str, Probe] = {}
             for name, endpoint in endpoints.items():
                 waiting[name] = connections.enter_context(open_probe(endpoint))
-                self._progress.begin(name, "" if name in self._children else "external")
+                self._progress.begin(name, "external" if name in external else "")
             while waiting:
                 self._check_children()
                 for name, probe in list(waiting.items()):
@@ -121,7 +136,7 @@ class Stack:
     def _not_ready(self, names: Sequence[str]) -> CliError:
         limit = self._settings.ready_timeout_seconds
         ends = [self._log_end(name) for name in names if name in self._children]
-        external = [f"{name} is external: is it running?" for name in names if name not in self._children]
+        external = [f"{name} was there before: is it running?" for name in names if name not in self._children]
         return CliError("\n".join([f"not ready within {limit:g} s: {', '.join(names)}", *external, *ends]))
 
     def _log_end(self, name: str) -> str:
@@ -142,36 +157,6 @@ def stop_services(services: Iterable[RunningService], note: Callable[[str], None
         raise
 
 
-def choices(settings: StackSettings) -> dict[str, str]:
-    """The settings that a running stack must share with a new command, or that command would silently use others."""
-    return {
-        f"{group} {service}": str(value)
-        for group, values in (
-            ("model", settings.models),
-            ("listen", settings.listen),
-            ("tls", settings.encryption.on_record()),
-            ("external", {name: mask_password(",".join(urls)) for name, urls in settings.external.items()}),
-        )
-        for service, value in values.items()
-    }
-
-
-def recorded_files(state: StackState) -> dict[str, str]:
-    """Of a running stack: the files that its services are reached with, by variable."""
-    group = "tls "
-    return {name.removeprefix(group): path for name, path in state.choices.items() if name.startswith(group)}
-
-
-def mask_password(url: str) -> str:
-    """A URL without the password in it, fit for a screen and a file."""
-    scheme, separator, rest = url.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    if not separator or not at:
-        return url
-    user = credentials.partition(":")[0]
-    return f"{scheme}://{user}:***@{host}"
-
-
 def last_lines(log: Path, count: int) -> list[str]:
     """The last lines of a log, or a line that says that there are none."""
     try:
@@ -181,16 +166,11 @@ def last_lines(log: Path, count: int) -> list[str]:
     return lines[-count:] or ["(empty)"]
 
 
-def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The choices in which two stacks differ, in words."""
-    return [
-        f"{name}: {before.get(name, 'none')} runs, {now.get(name, 'none')} was asked for"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
+def previous_log(log: Path) -> Path:
+    """Where the log of the run before stays readable beside the new one."""
+    return log.with_suffix(".log.1")
 
 
 def _keep_previous(log: Path) -> None:
-    """The log of the run before stays readable beside the new one."""
     with contextlib.suppress(FileNotFoundError):
-        log.replace(log.with_suffix(".log.1"))
+        log.replace(previous_log(log))

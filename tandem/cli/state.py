@@ -42,13 +42,18 @@ class StackState:
         """The services that still run."""
         return tuple(service for service in self.services if is_alive(service.process))
 
+    def dead(self) -> tuple[RunningService, ...]:
+        """The services that don't any more."""
+        return tuple(service for service in self.services if not is_alive(service.process))
+
     def complete(self) -> bool:
         """Whether all of them do."""
-        return bool(self.services) and len(self.alive()) == len(self.services)
+        return bool(self.services) and not self.dead()
 
     def with_service(self, service: RunningService) -> StackState:
-        """The state after one more start."""
-        return dataclasses.replace(self, services=(*self.services, service))
+        """The state after one more start, perhaps in the place of one that has died."""
+        kept = {each.name: each for each in self.services} | {service.name: service}
+        return dataclasses.replace(self, services=tuple(kept.values()))
 
 
 class StateFile:

@@ -12,12 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cli.choices import recorded_files
 from tandem.cli.encryption import from_record
 from tandem.cli.plan import Endpoint
 from tandem.cli.processes import is_alive, uptime_seconds
 from tandem.cli.readiness import open_probe
 from tandem.cli.settings import stack_home, with_flags
-from tandem.cli.stack import recorded_files
 from tandem.cli.state import RunningService, StackState, StateFile
 
 # As `systemctl status` and the LSB init scripts have it.

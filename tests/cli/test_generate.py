@@ -153,6 +153,11 @@ def test_the_services_own_reason_is_kept(run, orchestrator):
     assert run("Why?")[2] == "tandem: UNAVAILABLE: the target did not come back\n"
 
 
+def test_the_time_that_is_up_is_the_callers_own(run, orchestrator):
+    orchestrator.fail(code_pb2.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)")
+    assert run("Why?")[2] == "tandem: DEADLINE_EXCEEDED: the time of --timeout is up before the answer is whole\n"
+
+
 def test_nobody_listens(free_port, capsys):
     assert main(["generate", "hi", "--address", f"127.0.0.1:{free_port()}"], {}) == 1
     assert "`tandem up` starts one" in capsys.readouterr().err
@@ -175,10 +180,10 @@ def test_unknown_flags_are_usage_errors():
     assert caught.value.code == 2
 
 
-def _process(orchestrator, tmp_path, *arguments: str) -> subprocess.Popen[bytes]:
+def _process(orchestrator, tmp_path, *arguments: str, errors: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "tandem.cli", "generate", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors)
 
 
 def test_ctrl_c_cancels_the_call(orchestrator, tmp_path):
@@ -192,6 +197,15 @@ def test_ctrl_c_cancels_the_call(orchestrator, tmp_path):
     while not orchestrator.cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
     assert orchestrator.cancelled == 1
+
+
+def test_an_error_is_not_glued_to_the_text_before_it(orchestrator, tmp_path):
+    orchestrator.pause_seconds = 60
+    process = _process(orchestrator, tmp_path, "Why?", errors=subprocess.STDOUT)
+    assert process.stdout.read(10) == b"The sky is"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"\ntandem: interrupted\n")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(orchestrator, tmp_path):

@@ -8,11 +8,13 @@ import pytest
 
 from tandem.cli.address import Address, parse_address
 from tandem.cli.arguments import build_parser
+from tandem.cli.choices import choices, differing, mask_password
 from tandem.cli.encryption import from_record
 from tandem.cli.errors import CliError
 from tandem.cli.plan import StackPlan, plan_stack
 from tandem.cli.settings import load_settings, with_flags
-from tandem.cli.stack import choices, differing, last_lines, mask_password
+from tandem.cli.stack import last_lines
+from tandem.cli.variables import misspelt
 from tandem.transport_security import ClientFiles
 from tests.support.authority import Authority
 
@@ -219,6 +221,51 @@ def test_what_runs_elsewhere_may_be_encrypted_alone(variables, certificates):
     assert tls == {"draft": True, "target": True, "orchestrator": False, "redis": False}
     planned = plan({**variables, **CALLERS, **WORKERS, "TANDEM_ORCHESTRATOR_ADDRESS": "far:5"})
     assert planned.external[0].endpoint.tls == ClientFiles(str(certificates / "ca.pem"))
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://db:6379", "redis://db:port/0", "secret@db"])
+def test_what_is_no_store_is_found_before_anything_starts(variables, url):
+    with pytest.raises(CliError, match=r"TANDEM_REDIS_URL.*expected redis://") as refusal:
+        load_settings({**variables, "TANDEM_REDIS_URL": url})
+    assert refusal.value.exit_code == 2
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_port_alone_is_an_address_of_every_port_and_nothing_is_unset(variables):
+    asked = {"TANDEM_HTTP_LISTEN": "8000", "TANDEM_DRAFT_METRICS_LISTEN": ":9100", "TANDEM_NUM_SPECULATIVE_TOKENS": ""}
+    settings = load_settings({**variables, **asked})
+    assert "TANDEM_NUM_SPECULATIVE_TOKENS" not in settings.environment
+    assert settings.environment["TANDEM_HTTP_LISTEN"] == "127.0.0.1:8000"
+    listens = {spec.name: spec.further_listens for spec in plan_stack(settings).services}
+    assert listens["orchestrator"] == {"TANDEM_HTTP_LISTEN": Address("127.0.0.1", 8000)}
+    assert listens["draft"] == {"TANDEM_DRAFT_METRICS_LISTEN": Address("127.0.0.1", 9100)}
+    assert listens["target"] == listens["redis"] == {}
+    with pytest.raises(CliError, match="TANDEM_HTTP_LISTEN"):
+        load_settings({**variables, "TANDEM_HTTP_LISTEN": "nowhere"})
+
+
+def test_a_variable_that_nothing_reads_is_said(variables):
+    assert list(misspelt({**variables, "TANDEM_TOKEN": "t", "TANDEM_DRAFT_SLOTS": "2", "HOME": "h"})) == []
+    (line,) = misspelt({**variables, "TANDEM_NUM_SPECULATIV_TOKENS": "7"})
+    assert line.startswith("TANDEM_NUM_SPECULATIV_TOKENS is no setting")
+    assert line.endswith("TANDEM_NUM_SPECULATIVE_TOKENS is one")
+
+
+def test_what_reaches_the_services_is_on_record_but_for_what_may_be_secret(variables):
+    asked = {"TANDEM_DRAFT_METHOD": "ngram", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://j:4317"}
+    unrecorded = {"OTEL_EXPORTER_OTLP_HEADERS": "key=secret", "TANDEM_TOKEN": "secret", "TANDEM_READY_TIMEOUT": "9"}
+    recorded = choices(load_settings({**variables, **asked, **unrecorded}))
+    assert {name: value for name, value in recorded.items() if name.startswith("setting ")} == {
+        f"setting {name}": value for name, value in asked.items()
+    }
+
+
+def test_who_names_no_setting_takes_any():
+    running = {"model draft": "m", "setting TANDEM_DRAFT_SLOTS": "2"}
+    assert differing(running, {"model draft": "m"}, all_of_them=False) == []
+    assert len(differing(running, {"model draft": "m"})) == 1
+    assert len(differing(running, {**running, "setting TANDEM_DRAFT_SLOTS": "3"}, all_of_them=False)) == 1
+    assert len(differing(running, {**running, "model draft": "o"}, all_of_them=False)) == 1
 
 
 def test_no_password_gets_on_record(variables):

@@ -133,6 +133,14 @@ def test_a_taken_port_is_named_with_its_variable_and_holder(stack):
     assert stack.listening() == set()
 
 
+def test_every_port_that_is_asked_for_is_looked_at_before_anything_starts(stack):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = stack.run("up", f"--http-listen={taken.getsockname()[1]}")
+    assert code == 1
+    assert "set TANDEM_HTTP_LISTEN" in err
+    assert not (stack.home / "logs").exists()
+
+
 def test_a_service_that_exits_is_reported_with_the_end_of_its_log(stack):
     stack.modes["target"] = ["--mode", "exits"]
     code, _, err = stack.run("up")
@@ -187,20 +195,32 @@ def test_a_process_that_only_has_the_pid_of_another_is_left_alone(stack):
         bystander.wait()
 
 
-def test_a_died_service_is_named_by_status_and_up(stack):
+def test_a_service_that_died_is_started_again_beside_the_others(stack):
     assert stack.run("up")[0] == 0
     os.kill(stack.pid("draft"), signal.SIGKILL)
     code, out, _ = stack.run("status", "--json")
     states = {row["service"]: row["state"] for row in json.loads(out)["services"]}
     assert (code, states["draft"], states["target"]) == (3, "dead", "ready")
+    code, _, err = stack.run("demo")
+    assert (code, "draft of the running services has died: `tandem up`" in err) == (1, True)
+    before = {name: stack.pid(name) for name in SERVICES}
+    code, _, err = stack.run("up", TANDEM_DRAFT_SLOTS="3")
+    assert (code, "TANDEM_DRAFT_SLOTS: none runs, 3 was asked for" in err) == (1, True)
+    stack.modes["draft"] = ["--mode", "exits"]
     code, _, err = stack.run("up")
-    assert code == 1
-    assert "draft of the running services has died" in err
-    assert "draft.log" in err
+    assert (code, "draft exited with status 7" in err) == (1, True)
+    assert stack.listening() == {*SERVICES} - {"draft"}
+    stack.modes.clear()
+    code, out, _ = stack.run("up")
+    assert code == 0
+    assert "draft has died and is started again" in out
+    after = {name: stack.pid(name) for name in SERVICES}
+    assert {name for name in SERVICES if after[name] != before[name]} == {"draft"}
+    assert stack.run("status")[0] == 0
 
 
 def test_other_settings_than_those_that_run_are_not_ignored(stack, tmp_path):
-    assert stack.run("up")[0] == 0
+    assert stack.run("up", TANDEM_DRAFT_SLOTS="2", TANDEM_LOG_LEVEL="")[0] == 0
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
@@ -208,6 +228,14 @@ def test_other_settings_than_those_that_run_are_not_ignored(stack, tmp_path):
     assert code == 1
     assert "tandem down" in err
     assert str(other) in err
+    code, _, err = stack.run("up", "--http-listen=8000", TANDEM_NUM_SPECULATIVE_TOKENS="7", TANDEM_DRAFT_SLOTS="2")
+    assert code == 1
+    assert "TANDEM_HTTP_LISTEN: none runs, 127.0.0.1:8000 was asked for" in err
+    assert "TANDEM_NUM_SPECULATIVE_TOKENS: none runs, 7 was asked for" in err
+    assert "SLOTS" not in err
+    code, out, _ = stack.run("up")
+    assert code == 0
+    assert "with TANDEM_DRAFT_SLOTS=2" in out
 
 
 def test_the_record_survives_only_as_long_as_its_processes(stack):

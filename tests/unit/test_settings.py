@@ -9,6 +9,7 @@ import pytest
 from draft_service.config import DraftConfig
 from orchestrator.config import OrchestratorConfig
 from tandem import config
+from tandem.cli import variables
 from tandem.config import ConfigError
 from tandem.engine.ranks import Ranks, ranks_from
 from target_service.config import TargetConfig
@@ -80,3 +81,8 @@ def test_as_many_ranks_as_are_started(wanted: int, started: dict[str, str]) -> N
         ranks_from(started, wanted, "TANDEM_TARGET_TENSOR_PARALLEL")
     environ = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     assert ranks_from(environ, 2, "TANDEM_TARGET_TENSOR_PARALLEL") == Ranks(2, 1, 1)
+
+
+def test_the_command_line_knows_every_variable_of_the_services() -> None:
+    read = (config.settings_of(service).values() for service in (DraftConfig, TargetConfig, OrchestratorConfig))
+    assert {setting.variable for settings in read for setting in settings} == variables.SERVICES
