@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import metadata
 
 AUTO = "auto"
+DISTRIBUTION = "tandem-decoding"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Everything that isn't a flag is set by TANDEM_* variables; the README lists them.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands.add_parser("up", help="start the services and leave them running", allow_abbrev=False))
     _add_home(commands.add_parser("down", help="stop the services that `up` started", allow_abbrev=False))
@@ -33,6 +36,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments[:1] == ["bench"]:
         return argparse.Namespace(command="bench", arguments=list(arguments[1:]))
     return build_parser().parse_args(arguments)
+
+
+def _version() -> str:
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "(not installed: running from its sources)"
 
 
 def _add_home(parser: argparse.ArgumentParser) -> None:
@@ -78,24 +88,59 @@ def _add_colour(parser: argparse.ArgumentParser) -> None:
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="tell token kinds apart by colour; auto: on a terminal, unless NO_COLOR is set",
+        help="kinds of tokens by colour or by letters; auto: by colour on a terminal, unless NO_COLOR is set",
     )
 
 
+def _whole(text: str, bits: int = 32) -> int:
+    """A number that fits its field of the contract."""
+    most = (1 << bits) - 1
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {most}")
+    return number
+
+
+def _seed(text: str) -> int:
+    return _whole(text, bits=64)
+
+
 def _gamma(text: str) -> int | str:
-    return AUTO if text == AUTO else int(text)
+    if text == AUTO:
+        return AUTO
+    try:
+        return _whole(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor {AUTO}") from None
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, found, bias = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, such as 42=-1.5")
+    return _whole(token_id), _real(bias)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, max_tokens: int | None) -> None:
     """The options that `generate` and `demo` share; an option that isn't given is left to the server."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="most tokens to generate")
-    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before this many tokens")
-    group.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="0 keeps all")
-    group.add_argument("--top-p", type=float, metavar="P", help="1 keeps all")
-    group.add_argument("--min-p", type=float, metavar="P", help="0 keeps all")
-    group.add_argument("--seed", type=int, metavar="N", help="default: random, and reported")
+    group.add_argument("--max-tokens", type=_whole, default=max_tokens, metavar="N", help="most tokens to generate")
+    group.add_argument("--min-tokens", type=_whole, metavar="N", help="no end before this many tokens")
+    group.add_argument("--temperature", type=_real, default=temperature, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=_whole, metavar="K", help="0 keeps all")
+    group.add_argument("--top-p", type=_real, metavar="P", help="1 keeps all")
+    group.add_argument("--min-p", type=_real, metavar="P", help="0 keeps all")
+    group.add_argument("--seed", type=_seed, metavar="N", help="default: random, and reported")
     group.add_argument(
         "--gamma",
         type=_gamma,
@@ -105,14 +150,20 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
     group.add_argument("--method", choices=("rejection", "coupled"), help="acceptance method")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     group.add_argument(
-        "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end after this token (repeatable)"
+        "--stop-token-id",
+        action="append",
+        type=_whole,
+        default=[],
+        metavar="ID",
+        help="end after this token (repeatable)",
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     group.add_argument("--keep-special-tokens", action="store_true", help="show special tokens as text")
     group.add_argument("--raw", action="store_true", help="complete the text as it stands, not as a chat message")
     group.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     _add_adjustments(parser)
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of the call")
+    _add_form(parser)
+    parser.add_argument("--timeout", type=_real, metavar="SECONDS", help="deadline of the call")
     _add_colour(parser)
 
 
@@ -121,31 +172,38 @@ def _add_adjustments(parser: argparse.ArgumentParser) -> None:
         "tokens made likelier, rarer, or impossible (options with an ID or a TEXT are repeatable)"
     )
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1: rarer if in the prompt or the output; 1 is none"
+        "--repetition-penalty", type=_real, metavar="R", help="above 1: rarer if in the prompt or the output; 1 is none"
     )
-    group.add_argument("--presence-penalty", type=float, metavar="R", help="above 0: rarer if in the output")
+    group.add_argument("--presence-penalty", type=_real, metavar="R", help="above 0: rarer if in the output")
     group.add_argument(
-        "--frequency-penalty", type=float, metavar="R", help="above 0: rarer each time it is in the output"
+        "--frequency-penalty", type=_real, metavar="R", help="above 0: rarer each time it is in the output"
     )
     group.add_argument(
         "--logit-bias", action="append", type=_bias, default=[], metavar="ID=BIAS", help="add to the token's logit"
     )
-    group.add_argument("--ban-token-id", action="append", type=int, default=[], metavar="ID", help="never this token")
-    group.add_argument("--allow-token-id", action="append", type=int, default=[], metavar="ID", help="only such tokens")
+    group.add_argument(
+        "--ban-token-id", action="append", type=_whole, default=[], metavar="ID", help="never this token"
+    )
+    group.add_argument(
+        "--allow-token-id", action="append", type=_whole, default=[], metavar="ID", help="only such tokens"
+    )
     group.add_argument(
         "--bad-word", action="append", default=[], metavar="TEXT", help="never this text's tokens in a row"
     )
     group.add_argument(
-        "--logprobs", type=int, metavar="N", help="log-probabilities of the tokens and the N likeliest (with --json)"
+        "--logprobs", type=_whole, metavar="N", help="log-probabilities of the tokens and the N likeliest (with --json)"
     )
     group.add_argument(
         "--logprobs-mode", choices=("raw", "processed"), help="of the model's own distribution, or of that drawn from"
     )
 
 
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition("=")
-    return int(token_id), float(bias)
+def _add_form(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("form of the output (one of them)").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help="JSON that fits this JSON Schema")
+    group.add_argument("--json-object", action="store_true", help="any JSON object")
+    group.add_argument("--regex", metavar="TEXT", help="text that matches this regular expression")
+    group.add_argument("--grammar", metavar="FILE", help="what this Lark grammar derives")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -171,14 +229,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     _add_home(parser)
     _add_sampling(parser, temperature=None, max_tokens=None)
-    parser.add_argument("--n", type=int, metavar="N", help="completions, one line each (needs --json)")
+    parser.add_argument("--n", type=_whole, metavar="N", help="completions, one line each (needs --json)")
     parser.add_argument("--request-id", default="", metavar="ID", help="default: made by the server")
     parser.add_argument(
         "--resume", default="", metavar="ID", help="go on with this request, on any orchestrator; takes no prompt"
     )
-    parser.add_argument("--offset", type=int, metavar="N", help="tokens of it that are there already (default 0)")
+    parser.add_argument("--offset", type=_whole, metavar="N", help="tokens of it that are there already (default 0)")
     parser.add_argument(
-        "--kinds", action="store_true", help="mark each token's kind by a letter: A, R or B; = if it is replayed"
+        "--kinds",
+        action="store_true",
+        help="tell tokens apart by kind: in colour, or by letters, A, R, B, and = if it is replayed",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--stats", action="store_true", help="print a table of rounds and acceptance to standard error")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tandem.cli.completion import collect
 from tandem.cli.conversation import Conversation
 from tandem.cli.endpoint import open_client, orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import describe
-from tandem.cli.render import TokenPainter, use_colour
+from tandem.cli.render import TokenPainter, painter_for
 from tandem.cli.request import options_of
 from tandem.cli.settings import with_flags
 from tandem.client import Chunk, GenerationOptions, TandemClient, TandemError
@@ -32,16 +32,16 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise CliError("log-probabilities are shown by `tandem generate --json`", USAGE)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
-    colour = arguments.kinds and use_colour(arguments.colour, sys.stdout, environment)
     with open_client(address, environment) as client:
         chat = _Chat(
             client,
             Conversation(arguments.system),
             options_of(arguments),
             arguments.timeout,
-            colour=colour,
-            letters=arguments.kinds and not colour,
+            lambda: painter_for(arguments, environment),
         )
+        if arguments.kinds:
+            print(f"tokens: {painter_for(arguments, environment).legend()}", file=sys.stderr)
         chat.talk()
     return 0
 
@@ -55,16 +55,13 @@ class _Chat:
         conversation: Conversation,
         options: GenerationOptions,
         timeout: float | None,
-        *,
-        colour: bool,
-        letters: bool,
+        painter: Callable[[], TokenPainter],
     ) -> None:
         self._client = client
         self._conversation = conversation
         self._options = options
         self._timeout = timeout
-        self._colour = colour
-        self._letters = letters
+        self._painter = painter
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def talk(self) -> None:
@@ -107,7 +104,7 @@ class _Chat:
         return True
 
     def _answer(self, line: str) -> None:
-        painter = TokenPainter(sys.stdout, colour=self._colour, letters=self._letters)
+        painter = self._painter()
         said: list[str] = []
 
         def show(chunk: Chunk) -> None:

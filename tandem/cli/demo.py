@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tandem.cli.completion import Completion, collect
 from tandem.cli.endpoint import open_client
-from tandem.cli.errors import CliError
+from tandem.cli.errors import USAGE, CliError
 from tandem.cli.existing import usable_stack
 from tandem.cli.failure import calls_explained
 from tandem.cli.plan import plan_stack
@@ -38,6 +38,8 @@ _RETRY_SECONDS = 0.25
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Uses the services of `tandem up` if they run; else starts them, and stops them whatever happens."""
+    if arguments.logprobs is not None:
+        raise CliError("log-probabilities are shown by `tandem generate --json`", USAGE)
     environment = with_flags(arguments, environment)
     settings = load_settings(environment)
     console = Console(highlight=False, soft_wrap=True)
@@ -123,7 +125,9 @@ def _compare(
     plain_options = dataclasses.replace(
         options, num_speculative_tokens=0, adaptive_speculative_tokens=None, seed=speculative.start.seed
     )
-    screen.line("\nthe same without speculation (gamma = 0):\n")
+    screen.line(
+        "\nthe same without speculation (gamma = 0: each token is the target's alone, a bonus without a block):\n"
+    )
     plain = _stream(client, prompt, plain_options, timeout, screen)
     adaptive = options.adaptive_speculative_tokens
     block = "auto" if adaptive else len(speculative.finish.speculation.draft_tokens_per_position)

@@ -11,7 +11,7 @@ from tandem.cli.completion import Completion, collect, collect_all
 from tandem.cli.endpoint import open_client, orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import calls_explained
-from tandem.cli.render import TokenPainter, use_colour
+from tandem.cli.render import painter_for
 from tandem.cli.request import options_of, prompt_of
 from tandem.cli.settings import with_flags
 from tandem.client import Chunk, Generation, GenerationOptions, TandemClient
@@ -21,6 +21,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Streams the text to standard output; statistics and errors go to standard error."""
     if arguments.raw and arguments.system:
         raise CliError("--system is a chat message; it can't be used with --raw", USAGE)
+    if arguments.logprobs is not None and not arguments.json:
+        raise CliError("log-probabilities have no place in the text; --logprobs needs --json", USAGE)
     start = _call(arguments)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
@@ -34,9 +36,9 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
             for each in collect_all(generation, _show_nothing):
                 print(json.dumps(each.to_json(), ensure_ascii=False))
             return 0
-        painter = TokenPainter(
-            sys.stdout, colour=use_colour(arguments.colour, sys.stdout, environment), letters=arguments.kinds
-        )
+        painter = painter_for(arguments, environment)
+        if arguments.kinds:
+            print(f"tokens: {painter.legend()}", file=sys.stderr)
         with painter.line_ended():
             completion = collect(generation, painter.show)
     if sys.stdout.isatty() and not completion.text.endswith("\n"):

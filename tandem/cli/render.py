@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -24,6 +25,12 @@ def use_colour(choice: str, stream: TextIO, environment: Mapping[str, str]) -> b
     if choice != "auto":
         return choice == "always"
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+def painter_for(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TokenPainter:
+    """Of standard output: kinds are told apart where that was asked for, by colour if there is any."""
+    colour = arguments.kinds and use_colour(arguments.colour, sys.stdout, environment)
+    return TokenPainter(sys.stdout, colour=colour, letters=arguments.kinds and not colour)
 
 
 class TokenPainter:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from tandem.cli.arguments import AUTO
-from tandem.client import GenerationOptions, LogprobsMode, Message, Method, Prompt
+from tandem.cli.errors import USAGE, CliError
+from tandem.client import GenerationOptions, LogprobsMode, Message, Method, Prompt, StructuredOutput
 
 
 def options_of(arguments: argparse.Namespace) -> GenerationOptions:
@@ -36,7 +38,27 @@ def options_of(arguments: argparse.Namespace) -> GenerationOptions:
         logprobs=arguments.logprobs is not None,
         top_logprobs=arguments.logprobs or None,
         logprobs_mode=LogprobsMode(arguments.logprobs_mode) if arguments.logprobs_mode else None,
+        structured_output=_form_of(arguments),
     )
+
+
+def _form_of(arguments: argparse.Namespace) -> StructuredOutput | None:
+    if arguments.json_schema is not None:
+        return StructuredOutput(json_schema=_read(arguments.json_schema, "--json-schema"))
+    if arguments.json_object:
+        return StructuredOutput(json_object=True)
+    if arguments.regex is not None:
+        return StructuredOutput(regex=arguments.regex)
+    if arguments.grammar is not None:
+        return StructuredOutput(grammar=_read(arguments.grammar, "--grammar"))
+    return None
+
+
+def _read(file: str, flag: str) -> str:
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"{flag}: {file} can't be read: {getattr(error, 'strerror', None) or error}", USAGE) from error
 
 
 def prompt_of(arguments: argparse.Namespace, text: str) -> Prompt:

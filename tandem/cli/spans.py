@@ -80,7 +80,10 @@ def _get(url: str) -> Any:
             return {"data": []}
         raise CliError(f"Jaeger answered {error.code} {error.reason}") from error
     except (OSError, ValueError) as error:
-        raise CliError(f"no Jaeger at {url.partition('/api/')[0]}: {error}") from error
+        raise CliError(
+            f"no Jaeger answers at {url.partition('/api/')[0]} ({getattr(error, 'reason', None) or error}): start one and trace "
+            "into it with `make up TRACING=1`, or name another one's query API by --jaeger; a trace in a file needs none"
+        ) from error
 
 
 def _documents(text: str) -> Iterable[Any]:

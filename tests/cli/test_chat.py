@@ -128,6 +128,7 @@ def test_a_conversation(terminal, orchestrator):
 
 def test_kinds_and_the_end_of_the_input(orchestrator, tmp_path):
     terminal = Terminal(orchestrator, tmp_path, "--kinds")
+    terminal.until("[A] accepted from the draft")
     terminal.until("> ")
     terminal.type("Why?\n")
     terminal.until("The[A] sky[A] is[B][A]\nblue[R].")

@@ -75,7 +75,7 @@ def test_adjustments_of_the_logits_reach_their_fields(run, orchestrator):
         *("--repetition-penalty=1.5", "--presence-penalty=-0.5", "--frequency-penalty=0.25", "--stop-token-id=9"),
         *("--logit-bias=7=-2.5", "--logit-bias=0=1", "--ban-token-id=3", "--ban-token-id=4", "--allow-token-id=5"),
         *("--bad-word=one", "--bad-word=two words", "--logprobs=3", "--logprobs-mode=processed"),
-        *("--keep-special-tokens", "text"),
+        *("--keep-special-tokens", "--json", "text"),
     )
     assert code == 0
     (request,) = orchestrator.requests
@@ -137,6 +137,8 @@ def test_kinds_and_statistics(run):
     code, out, err = run("Why?", "--kinds", "--stats")
     assert code == 0
     assert out == "The[A] sky[A] is[B][A]\nblue[R]."
+    assert "[A] accepted from the draft" in err
+    assert "tokens per round" in err
     assert "mean acceptance length" in err
     assert "2.50" in err
 
@@ -165,7 +167,12 @@ def test_nobody_listens(free_port, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--seed=-1", "x"], ["--top-k=99999999999", "x"], ["--raw", "--system=s", "x"], ["--address=nowhere", "x"]],
+    [
+        ["--raw", "--system=s", "x"],
+        ["--address=nowhere", "x"],
+        ["--logprobs=2", "x"],
+        ["--json-schema=no-such-file", "x"],
+    ],
 )
 def test_what_cannot_be_sent_is_a_usage_error(run, arguments, orchestrator):
     code, _, err = run(*arguments)
@@ -174,10 +181,48 @@ def test_what_cannot_be_sent_is_a_usage_error(run, arguments, orchestrator):
     assert not orchestrator.requests
 
 
-def test_unknown_flags_are_usage_errors():
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--max-token", "5", "--max-token"),
+        ("--seed", "-1", "argument --seed: '-1' is no whole number from 0 to 18446744073709551615"),
+        ("--top-k", "99999999999", "argument --top-k: '99999999999' is no whole number"),
+        ("--gamma", "x", "argument --gamma: 'x' is no whole number from 0 to 4294967295, nor auto"),
+        ("--gamma", "-1", "argument --gamma: '-1' is no whole number"),
+        ("--logit-bias", "foo", "argument --logit-bias: 'foo' is not ID=BIAS"),
+        ("--temperature", "hot", "argument --temperature: 'hot' is no number"),
+    ],
+)
+def test_what_is_no_value_of_a_flag_is_said_with_its_name(flag, value, said, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["generate", "--max-token", "5", "x"], {})
+        main(["generate", f"{flag}={value}", "x"], {})
     assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--json-schema=FILE", "json_schema", '{"type": "object"}'),
+        ("--grammar=FILE", "grammar", '{"type": "object"}'),
+        ("--regex=[a-z]+", "regex", "[a-z]+"),
+        ("--json-object", "json_object", True),
+    ],
+)
+def test_the_form_of_the_output_reaches_its_field(run, orchestrator, tmp_path, flag, field, value):
+    file = tmp_path / "form"
+    file.write_text('{"type": "object"}')
+    assert run(flag.replace("FILE", str(file)), "x")[0] == 0
+    (request,) = orchestrator.requests
+    assert request.structured_output.WhichOneof("form") == field
+    assert getattr(request.structured_output, field) == value
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"], {})
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("tandem ")
 
 
 def _process(orchestrator, tmp_path, *arguments: str, errors: int = subprocess.PIPE) -> subprocess.Popen[bytes]:

@@ -225,7 +225,10 @@ def test_no_such_trace(wanted: str, query_api: str, capsys: pytest.CaptureFixtur
 
 def test_nobody_answers(free_port: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", TRACE, "--jaeger", f"http://127.0.0.1:{free_port()}"], {}) == 1
-    assert "no Jaeger at http://127.0.0.1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no Jaeger answers at http://127.0.0.1" in said
+    assert "urlopen" not in said
+    assert "`make up TRACING=1`" in said
     assert main(["trace", TRACE, "--jaeger", "file:///etc/passwd"], {}) == 1
     assert "is no http address" in capsys.readouterr().err
 
