@@ -99,10 +99,14 @@ $(INSTALL): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Tandem needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned packages into $(VENV); the first time this takes a few minutes"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) \
-	  -c constraints.txt -e '.[worker,cli,proto,bench,dev]'
+	@echo "installing the pinned packages into $(VENV) (about 2 GB); the first time this takes some minutes"
+	@set -o pipefail; $(BIN)/python -m pip install --progress-bar off --no-compile --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints.txt -e '.[worker,cli,proto,bench,dev]' | $(BRIEFLY)
 	@touch $@
+
+# Of what pip says: each package that it fetches, and when it begins to install them.
+BRIEFLY := awk '/^ *Downloading / && !/metadata/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
+  /^Installing collected/ { print "  all there: installing them"; fflush() }'
 
 # Generated beside the output and moved in one step, so that a failure leaves no half of a contract.
 $(PROTO): $(PROTOS) constraints.txt | $(INSTALL)

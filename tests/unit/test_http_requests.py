@@ -288,7 +288,7 @@ REFUSED: list[tuple[Kind, dict[str, Any], str]] = [
     ("chat", {"messages": ["p"]}, "messages[0]"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
     ("chat", {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
-    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content.type"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ("chat", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
 ]
 
