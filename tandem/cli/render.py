@@ -70,9 +70,10 @@ class TokenPainter:
             raise
 
     def _write(self, shown: str, text: str | None = None) -> None:
-        self._stream.write(shown)
         if shown:
+            # First: an interruption may come as soon as it is written.
             self._in_line = not (shown if text is None else text).endswith("\n")
+        self._stream.write(shown)
 
     def paint(self, token: GeneratedToken) -> str:
         """One token with its mark."""
