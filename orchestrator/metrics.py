@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.acceptance import TokenKind
+
+from .tallies import Spread, Tally, TallyFamily, tally
 
 if TYPE_CHECKING:
     from .gamma_controller import Choice
@@ -71,31 +73,29 @@ class Metrics:
 
     def _make_token_counters(self, registry: CollectorRegistry) -> None:
         self._prompt_tokens = Counter("tandem_prompt_tokens", "Tokens of accepted prompts", registry=registry)
-        self._generation_tokens = Counter("tandem_generation_tokens", "Committed tokens", registry=registry)
-        emitted = Counter("tandem_emitted_tokens", "Committed tokens by their kind", ["kind"], registry=registry)
+        self._generation_tokens = tally("tandem_generation_tokens", "Committed tokens", registry)
+        emitted = TallyFamily("tandem_emitted_tokens", "Committed tokens by their kind", registry, "kind")
         drawn = [kind for kind in TokenKind if kind is not TokenKind.REPLAYED]
-        self._emitted: dict[TokenKind, Counter] = {kind: emitted.labels(kind=kind.name.lower()) for kind in drawn}
-        self._drafts = Counter("tandem_spec_decode_num_drafts", "Rounds that had a block", registry=registry)
-        self._draft_tokens = Counter("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry=registry)
-        self._accepted = Counter(
-            "tandem_spec_decode_num_accepted_tokens", "Draft tokens that became output", registry=registry
-        )
-        self._per_position = Counter(
+        self._emitted: dict[TokenKind, Tally] = {kind: emitted.child(kind.name.lower()) for kind in drawn}
+        self._drafts = tally("tandem_spec_decode_num_drafts", "Rounds that had a block", registry)
+        self._draft_tokens = tally("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry)
+        self._accepted = tally("tandem_spec_decode_num_accepted_tokens", "Draft tokens that became output", registry)
+        self._per_position = TallyFamily(
             "tandem_spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that became output, by position in the block",
-            ["position"],
-            registry=registry,
+            registry,
+            "position",
         )
-        self._positions = [self._per_position.labels(position="0")]
-        self._expected = Counter(
+        self._positions = [self._per_position.child("0")]
+        self._expected = tally(
             "tandem_expected_accepted_tokens",
             "Sum of min(p, q) over the draft positions reached: what the accepted tokens are expected to be",
-            registry=registry,
+            registry,
         )
 
     def _make_round_counters(self, registry: CollectorRegistry) -> None:
-        rounds = Counter("tandem_rounds", "Committed rounds by outcome", ["outcome"], registry=registry)
-        self._rounds = {outcome: rounds.labels(outcome=outcome) for outcome in ROUND_OUTCOMES}
+        rounds = TallyFamily("tandem_rounds", "Committed rounds by outcome", registry, "outcome")
+        self._rounds = {outcome: rounds.child(outcome) for outcome in ROUND_OUTCOMES}
         degraded = Counter(
             "tandem_degraded_rounds",
             "Rounds decoded plainly although a block was wanted",
@@ -126,11 +126,8 @@ class Metrics:
         self._rescored = Counter(
             "tandem_rounds_rescored", "Rounds that the target had to score again", registry=registry
         )
-        self._gamma = Histogram(
-            "tandem_num_speculative_tokens",
-            "Draft tokens of a round, 0 for one without a block",
-            buckets=_GAMMAS,
-            registry=registry,
+        self._gamma = Spread(
+            "tandem_num_speculative_tokens", "Draft tokens of a round, 0 for one without a block", _GAMMAS, registry
         )
 
         self._sampling_updates = Counter(
@@ -139,26 +136,26 @@ class Metrics:
         self._sampling_changes = Counter(
             "tandem_sampling_changes", "Times that a request here went on under another sampling", registry=registry
         )
-        self._declined = Counter(
-            "tandem_declined_proposals", "Proposals without a token: the draft found nothing", registry=registry
+        self._declined = tally(
+            "tandem_declined_proposals", "Proposals without a token: the draft found nothing", registry
         )
-        chosen = Counter(
-            "tandem_gamma_choices", "Rounds whose gamma was chosen for them, by reason", ["reason"], registry=registry
+        chosen = TallyFamily(
+            "tandem_gamma_choices", "Rounds whose gamma was chosen for them, by reason", registry, "reason"
         )
-        self._gamma_chosen = {reason: chosen.labels(reason=reason) for reason in GAMMA_REASONS}
+        self._gamma_chosen = {reason: chosen.child(reason) for reason in GAMMA_REASONS}
 
     def _make_times(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"tandem_{name}_seconds", text, buckets=tuple(buckets), registry=registry)
+        def spread(name: str, text: str, bounds: Iterable[float]) -> Spread:
+            return Spread(f"tandem_{name}_seconds", text, bounds, registry)
 
-        self.queue_time = histogram("request_queue_time", "From the call to a place among those running", _LONG)
-        self.first_token = histogram("time_to_first_token", "From the call to the commit of the first token", _LONG)
-        self.inter_token = histogram(
+        self.queue_time = spread("request_queue_time", "From the call to a place among those running", _LONG)
+        self.first_token = spread("time_to_first_token", "From the call to the commit of the first token", _LONG)
+        self.inter_token = spread(
             "inter_token_latency", "Time since the tokens before, shared out over the tokens of a round", _SHORT
         )
-        self._e2e = histogram("e2e_request_latency", "From the call to the end of its stream", _LONG)
-        self.propose = histogram("propose", "A round's wait for the draft", _SHORT)
-        self.verify = histogram("verify", "A round's wait for the target", _LONG)
+        self._e2e = spread("e2e_request_latency", "From the call to the end of its stream", _LONG)
+        self.propose = spread("propose", "A round's wait for the draft", _SHORT)
+        self.verify = spread("verify", "A round's wait for the target", _LONG)
 
     def observe_runtime(self, runtime: Runtime) -> None:
         """Adds the levels that are read when asked for."""
@@ -209,26 +206,24 @@ class Metrics:
 
     def round_committed(self, report: RoundReport) -> None:
         """The tokens of a round have become output."""
-        self._rounds[report.outcome].inc()
-        self._gamma.observe(report.drafted)
-        self._generation_tokens.inc(report.emitted)
-        self._emitted[TokenKind.ACCEPTED].inc(report.accepted)
+        drafted, accepted = report.drafted, report.accepted
+        self._rounds[report.outcome].value += 1
+        self._gamma.observe(drafted)
+        self._generation_tokens.value += report.emitted
+        self._emitted[TokenKind.ACCEPTED].value += accepted
         if report.last_kind is not TokenKind.ACCEPTED:
-            self._emitted[report.last_kind].inc()
-        if report.drafted:
-            self._drafts.inc()
-            self._draft_tokens.inc(report.drafted)
-            self._accepted.inc(report.accepted)
-            self._expected.inc(report.expected_accepted)
-            self._count_positions(report.accepted)
+            self._emitted[report.last_kind].value += 1
+        if drafted:
+            self._drafts.value += 1
+            self._draft_tokens.value += drafted
+            self._accepted.value += accepted
+            self._expected.value += report.expected_accepted
+            while len(self._positions) < accepted:
+                self._positions.append(self._per_position.child(str(len(self._positions))))
+            for position in self._positions[:accepted]:
+                position.value += 1
         if report.degraded_reason:
             self._degraded[report.degraded_reason].inc()
-
-    def _count_positions(self, accepted: int) -> None:
-        while len(self._positions) < accepted:
-            self._positions.append(self._per_position.labels(position=str(len(self._positions))))
-        for child in self._positions[:accepted]:
-            child.inc()
 
     def rebuilt(self, role: str) -> None:
         """A cache of a worker is filled again from the tokens so far."""
@@ -283,9 +278,7 @@ class StoreMetrics:
     """The StoreObserver that feeds Prometheus."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._commit = Histogram(
-            "tandem_commit_seconds", "A successful commit, retries included", buckets=_SHORT, registry=registry
-        )
+        self._commit = Spread("tandem_commit_seconds", "A successful commit, retries included", _SHORT, registry)
         self._retries = Counter(
             "tandem_store_retries", "Exchanges with the store that were repeated", registry=registry
         )

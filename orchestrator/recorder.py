@@ -101,8 +101,7 @@ class RequestRecorder:
         self.statistics.committed(report.emitted)
         self.metrics.round_committed(report)
         if before is not None:
-            for _ in range(report.emitted):
-                self.metrics.inter_token.observe((now - before) / report.emitted)
+            self.metrics.inter_token.observe((now - before) / report.emitted, report.emitted)
             return
         self.metrics.first_token.observe(self.statistics.time_to_first_token)
         if self.trace is not None:
