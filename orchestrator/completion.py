@@ -28,7 +28,7 @@ class TokenLogprobs:
     """Ids and their logarithms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmittedToken:
     """A token of the completion and the text it released."""
 

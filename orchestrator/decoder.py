@@ -33,7 +33,7 @@ from .session_store import ConfigChanged, Ownership, SessionStore
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Scored:
     """A block and the target's rows for it."""
 
@@ -44,7 +44,7 @@ class _Scored:
     times: RoundTimes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Round:
     """What one round added to the completion."""
 

@@ -42,8 +42,8 @@ class Detokenizer:
         return piece
 
     def _new_text(self) -> str:
-        known = self._decode(self._window[: self._read])
-        return self._decode(self._window)[len(known) :]
+        window, read = self._window, self._read
+        return self._decode(window)[len(self._decode(window[:read])) if read else 0 :]
 
 
 class StopStrings:
@@ -56,6 +56,8 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Takes the next text; returns the text that can go out, and whether a stop string ended it."""
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         match = self._first_match(text)
         if match is not None:

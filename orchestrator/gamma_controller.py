@@ -49,7 +49,7 @@ _PROMISING = 0.3
 _HIGHEST = 0.995
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """One round's gamma, and why."""
 

@@ -40,7 +40,7 @@ ROLES = ("draft", "target")
 GAMMA_REASONS = ("best", "trial", "unknown_cost")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundReport:
     """A round whose tokens are committed, counted up to the end of the completion where that lies in it."""
 

@@ -32,7 +32,7 @@ _TOGETHER = 1.5
 """Requests in a forward from which on waiting for others is the rule."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerTime:
     """What a worker says about one answer: sums over the forwards that the item was in."""
 
@@ -51,7 +51,7 @@ class WorkerTime:
         return cls(time.seconds, time.forwards, time.tokens, time.items)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundTimes:
     """One round, with what of it is typical."""
 

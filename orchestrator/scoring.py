@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -217,11 +218,31 @@ class Scoring:
         return rows
 
     def _checked(self, verdict: target_pb2.Verdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
-        if len(verdict.rows) != count:
-            raise TargetContractError(f"{len(verdict.rows)} rows where {count} were asked for")
+        answered = list(verdict.rows)  # each walk through a repeated field makes its messages anew
+        if len(answered) != count:
+            raise TargetContractError(f"{len(answered)} rows where {count} were asked for")
         sizes = [*sizes, 0][:count]
         with_logprobs = self._sampling.logprobs
-        return [self._decoded(row, size, with_logprobs) for row, size in zip(verdict.rows, sizes, strict=True)]
+        if count > 1 and not with_logprobs and (rows := self._decoded_together(answered, sizes)) is not None:
+            return rows
+        return [self._decoded(row, size, with_logprobs) for row, size in zip(answered, sizes, strict=True)]
+
+    def _decoded_together(self, rows: Sequence[target_pb2.TargetRow], sizes: Sequence[int]) -> list[TargetRow] | None:
+        """The rows on supports of one size, at less than half the time of one by one, which has to find what is wrong where
+        this gives None."""
+        data = [row.support_probs for row in rows]
+        if sizes.count(sizes[0]) != len(sizes) or [*map(len, data)] != [size * wire.TOKEN_BYTES for size in sizes]:
+            return None
+        p = wire.decode_probs(b"".join(data), len(rows) * sizes[0]).reshape(len(rows), sizes[0])
+        masses = [row.outside_mass for row in rows]
+        tokens = [row.outside_token_id for row in rows]
+        totals = np.add.reduce(p, 1).tolist()
+        sums = [total + mass - 1.0 for total, mass in zip(totals, masses, strict=True)]
+        if not all(abs(excess) <= P_SUM_TOLERANCE for excess in sums):  # NaN is not
+            return None
+        if min(masses) < 0.0 or max(tokens) >= self._vocabulary_size:
+            return None
+        return list(map(TargetRow, p, masses, tokens, repeat(None), [row.dead_end for row in rows]))
 
     def _decoded(self, row: target_pb2.TargetRow, size: int, with_logprobs: bool) -> TargetRow:
         try:

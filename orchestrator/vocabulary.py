@@ -66,6 +66,10 @@ class Vocabulary:
         self.end_token_ids = _end_token_ids(tokenizer, generation_config)
         self._forms_thread = ThreadPoolExecutor(1, "forms")
         self._token_text = lru_cache(maxsize=TOKEN_TEXTS)(lambda token_id: str(tokenizer.decode([token_id])))
+        # Of each token that comes out, its text by itself is asked for once: for the token after it.
+        self._text_alone = lru_cache(maxsize=TOKEN_TEXTS)(
+            lambda token_id: str(self._decode([token_id], skip_special_tokens=True))
+        )
         self._fingerprint = lru_cache(maxsize=8)(lambda count: vocabulary_fingerprint(self._strings[:count]))
 
     async def check_form(self, form: sampling_pb2.StructuredOutput) -> None:
@@ -155,6 +159,8 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
+        if len(ids) == 1:
+            return self._text_alone(ids[0])
         text: str = self._decode(ids, skip_special_tokens=True)
         return text
 
