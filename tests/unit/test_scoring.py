@@ -11,10 +11,10 @@ import pytest
 from orchestrator.drafting import PLAIN
 from orchestrator.errors import Unavailable
 from orchestrator.prefix import Prefix
-from orchestrator.scoring import TARGET, Scoring, ScoringPolicy, TargetPool
+from orchestrator.scoring import TARGET, Scoring, ScoringPolicy, TargetContractError, TargetPool
 from tandem import wire
 from tandem.acceptance import TargetRow
-from tandem.v1 import sampling_pb2
+from tandem.v1 import sampling_pb2, target_pb2
 
 ROW = TargetRow(np.empty(0, np.float32), 1.0, 7)
 
@@ -63,3 +63,57 @@ async def test_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"within 0\.3 s") as ended:
         await scored(monkeypatch, first_fault_after=0.0, faults=10**9)
     assert ended.value.reason == "TARGET_UNAVAILABLE"
+
+
+VOCABULARY = 512
+POLICY = ScoringPolicy(timeout=60.0, retry=0.3)
+THREE = [[0.5, 0.25, 0.125], [0.0, 0.0, 1.0], [0.25, 0.0, 0.0]]
+
+
+def verdict(*rows: tuple[list[float], float, int, bool]) -> target_pb2.Verdict:
+    return target_pb2.Verdict(
+        rows=[
+            target_pb2.TargetRow(
+                support_probs=wire.encode_probs(p), outside_mass=mass, outside_token_id=token, dead_end=dead
+            )
+            for p, mass, token, dead in rows
+        ]
+    )
+
+
+def checked(answer: target_pb2.Verdict, sizes: list[int]) -> list[TargetRow]:
+    pool = TargetPool((), TARGET, lambda info: None, lambda: None)
+    scoring = Scoring("r", pool, sampling_pb2.Sampling(), POLICY, VOCABULARY)
+    return scoring._checked(answer, sizes, len(answer.rows))
+
+
+@pytest.mark.parametrize("highest", [VOCABULARY - 1, VOCABULARY + 1])
+async def test_rows_are_read_as_they_were_sent(highest: int) -> None:
+    """Together, and one by one, as they are where an id is too high that says nothing."""
+    outside = [(0.125, 7), (0.0, highest), (0.75, 8)]
+    sent = [(p, *rest, index == 1) for index, (p, rest) in enumerate(zip(THREE, outside, strict=True))]
+    for row, (p, mass, token, dead) in zip(checked(verdict(*sent), [3, 3, 3]), sent, strict=True):
+        assert row.p.tolist() == p
+        assert (row.outside_mass, row.outside_token_id, row.dead_end, row.logprobs) == (mass, token, dead, None)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (([0.5, 0.25, 0.0], 0.125, 7), "sums to"),
+        (([0.5, 0.25, 0.5], 0.125, 7), "sums to"),
+        (([0.5, 0.25, float("nan")], 0.125, 7), "sums to"),
+        (([0.5, 0.25, 0.125], float("nan"), 7), "sums to"),
+        (([0.5, 0.25, 0.5], -0.25, 7), "sums to"),
+        (([0.5, 0.25, 0.125], 0.125, VOCABULARY), "outside of the vocabulary"),
+        (([0.5, 0.375], 0.125, 7), "3 probabilities"),
+    ],
+)
+async def test_a_lie_in_any_row_of_a_block_is_found(
+    place: int, lie: tuple[list[float], float, int], message: str
+) -> None:
+    rows = [([0.5, 0.25, 0.125], 0.125, 7, False)] * 3
+    rows[place] = (*lie, False)
+    with pytest.raises(TargetContractError, match=message):
+        checked(verdict(*rows), [3, 3, 3])
