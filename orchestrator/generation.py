@@ -17,6 +17,7 @@ from . import several
 from .call import Call
 from .callers import Caller
 from .completion import Completion, EmittedToken, FinishReason
+from .deadlines import Deadlines
 from .decoder import Decoder
 from .drafting import Drafting
 from .errors import Overloaded, RequestFailed, Unavailable
@@ -44,6 +45,7 @@ class Generations:
     def __init__(self, runtime: Runtime, recorders: Recorders) -> None:
         self._runtime = runtime
         self._recorders = recorders
+        self._readers = Deadlines()
 
     async def run(self, request: api.GenerateRequest, call: Call) -> None:
         """Writes the responses to the call. Raises RequestFailed; cancel it when the caller is gone."""
@@ -271,7 +273,7 @@ class Generations:
 
     async def _write(self, call: Call, response: api.GenerateResponse) -> None:
         try:
-            async with asyncio.timeout(self._runtime.reader_timeout):
+            with self._readers.within(self._runtime.reader_timeout):
                 await call.write(response)
         except TimeoutError:
             raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None

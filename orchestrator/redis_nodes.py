@@ -36,8 +36,8 @@ class Connections:
         if connection is None:
             return await self._take_from_pool()
         try:
-            # Notices what has been closed or has bytes left, and connects anew.
-            await self._pool.ensure_connection(connection)
+            if not await _is_clean(connection):
+                await self._pool.ensure_connection(connection)  # connects anew
         except BaseException:
             await self.give_back(connection, clean=False)
             raise
@@ -72,6 +72,14 @@ class Connections:
         """Closes all connections."""
         await self.drop_idle()
         await self._pool.aclose()
+
+
+async def _is_clean(connection: AbstractConnection) -> bool:
+    """Neither closed nor with bytes left. The pool asks too, for several times as long."""
+    try:
+        return connection.is_connected and not await connection.can_read()
+    except RedisError:
+        return False
 
 
 class Nodes(Protocol):

@@ -31,6 +31,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from .deadlines import Deadlines
 from .redis_nodes import Address, Connections, Nodes
 
 # Each flush of the script cache can be met once per exchange; three in a row mean that the scripts don't stay.
@@ -164,6 +165,7 @@ class ScriptPipeline:
         self._batch: list[_Call] = []
         self._deliveries: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._deadlines = Deadlines()
 
     async def run(
         self,
@@ -278,7 +280,7 @@ class ScriptPipeline:
         connection: AbstractConnection | None = None
         clean = False
         try:
-            async with asyncio.timeout(limit):
+            with self._deadlines.within(limit):
                 connection = await node.take()
                 await self._exchange(connection, calls, asking)
             clean = True
