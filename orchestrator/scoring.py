@@ -223,25 +223,29 @@ class Scoring:
             raise TargetContractError(f"{len(answered)} rows where {count} were asked for")
         sizes = [*sizes, 0][:count]
         with_logprobs = self._sampling.logprobs
-        if count > 1 and not with_logprobs and (rows := self._decoded_together(answered, sizes)) is not None:
-            return rows
-        return [self._decoded(row, size, with_logprobs) for row, size in zip(answered, sizes, strict=True)]
+        rows: list[TargetRow] = []
+        alike = count - (sizes[-1] != sizes[0])  # the last one has no support where there is no look-ahead
+        if sizes.count(sizes[0]) == alike > 1 and not with_logprobs:
+            rows = self._decoded_together(answered[:alike], sizes[0])
+        for row, size in zip(answered[len(rows) :], sizes[len(rows) :], strict=True):
+            rows.append(self._decoded(row, size, with_logprobs))
+        return rows
 
-    def _decoded_together(self, rows: Sequence[target_pb2.TargetRow], sizes: Sequence[int]) -> list[TargetRow] | None:
-        """The rows on supports of one size, at less than half the time of one by one, which has to find what is wrong where
-        this gives None."""
+    def _decoded_together(self, rows: Sequence[target_pb2.TargetRow], size: int) -> list[TargetRow]:
+        """Rows on supports of one size, at less than half the time of one by one; none of them where something is wrong, which
+        is then found one by one."""
         data = [row.support_probs for row in rows]
-        if sizes.count(sizes[0]) != len(sizes) or [*map(len, data)] != [size * wire.TOKEN_BYTES for size in sizes]:
-            return None
-        p = wire.decode_probs(b"".join(data), len(rows) * sizes[0]).reshape(len(rows), sizes[0])
+        if set(map(len, data)) != {size * wire.TOKEN_BYTES}:
+            return []
+        p = wire.decode_probs(b"".join(data), len(rows) * size).reshape(len(rows), size)
         masses = [row.outside_mass for row in rows]
         tokens = [row.outside_token_id for row in rows]
         totals = np.add.reduce(p, 1).tolist()
         sums = [total + mass - 1.0 for total, mass in zip(totals, masses, strict=True)]
         if not all(abs(excess) <= P_SUM_TOLERANCE for excess in sums):  # NaN is not
-            return None
+            return []
         if min(masses) < 0.0 or max(tokens) >= self._vocabulary_size:
-            return None
+            return []
         return list(map(TargetRow, p, masses, tokens, repeat(None), [row.dead_end for row in rows]))
 
     def _decoded(self, row: target_pb2.TargetRow, size: int, with_logprobs: bool) -> TargetRow:

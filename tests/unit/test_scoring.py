@@ -97,6 +97,17 @@ async def test_rows_are_read_as_they_were_sent(highest: int) -> None:
         assert (row.outside_mass, row.outside_token_id, row.dead_end, row.logprobs) == (mass, token, dead, None)
 
 
+@pytest.mark.parametrize("sizes", [[3, 2, 3, 3], [2, 2, 3], [3, 3, 0], [2, 3, 0], [3], [0]])
+async def test_supports_may_differ_in_size(sizes: list[int]) -> None:
+    rows = [([0.25] * size, 1.0 - 0.25 * size, 7, False) for size in sizes]
+    assert [row.p.size for row in checked(verdict(*rows), sizes)] == sizes
+    for place, size in enumerate(sizes):
+        wrong = [*rows]
+        wrong[place] = ([0.25] * (size + 1), 0.75 - 0.25 * size, 7, False)
+        with pytest.raises(TargetContractError, match=f"{size} probabilities"):
+            checked(verdict(*wrong), sizes)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(
     ("lie", "message"),
