@@ -20,6 +20,8 @@ ALL_SLOTS = [[0, 16383, [b"old", 1, b"id"]]]
 class Node:
     """A pool of one connection to a server that answers each command in turn, or isn't there."""
 
+    is_connected = True
+
     def __init__(self, answer: Callable[[], Any]) -> None:
         self._answer = answer
         self.sent: list[bytes] = []
@@ -33,6 +35,9 @@ class Node:
 
     async def release(self, connection: Node) -> None:
         assert connection is self
+
+    async def can_read(self) -> bool:
+        return False
 
     async def disconnect(self, **_: bool) -> None:
         self._unread = 0
