@@ -1,8 +1,8 @@
 """Reading on while nothing is asked: what a model has not read since other sources gave the answers.
 
 So that its turn, when it comes, doesn't begin with a long prefill. One forward at a time, of what many requests lack, or a
-chunk of what one does: an item that comes meanwhile waits for one at most. A draft that is always busy does not catch up;
-the model then reads before its block, as after any prefill.
+chunk of what one does, in turns: an item that comes meanwhile waits for one at most. What another slot holds is copied, not
+read. A draft that is always busy does not catch up; the model then reads before its block, as after any prefill.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class CatchUp:
         self._then = then
         self._work: SlotWork | None = None
         self._behind: dict[Session, None] = {}
+        self._short_was_last = False
 
     @property
     def stats(self) -> AheadStats:
@@ -78,31 +79,50 @@ class CatchUp:
             self._then.step()
 
     def _next(self) -> list[Session]:
-        """In rising order of slots."""
-        short = [session for session in self._behind if _lacks(session) <= _SHORT][:_MOST_TOGETHER]
-        return sorted(short or [next(iter(self._behind))], key=_slot)
+        """In rising order of slots. Those that lack little do not keep the others waiting, nor the other way round."""
+        assert self._work is not None
+        short = [session for session in self._behind if _lacks(session) <= _SHORT]
+        long = next((session for session in self._behind if _lacks(session) > _SHORT), None)
+        self._short_was_last = bool(short) and not (long is not None and self._short_was_last)
+        if not self._short_was_last:
+            assert long is not None
+            return [long]
+        widest = max(_lacks(session) for session in short)
+        return sorted(short[: max(1, min(_MOST_TOGETHER, self._work.most_tokens // widest))], key=_slot)
 
     def _read(self, sessions: list[Session]) -> None:
+        """Where that fails, each of several is tried alone: one may be bad, or all together too large for the memory."""
         assert self._work is not None
-        feeds = []
-        for session in sessions:
-            end = min(session.prefix_length, session.cached_length + self._chunk)
-            tokens = session.tokens.view(session.cached_length, end)
-            feeds.append(Feed(_slot(session), session.cached_length, tokens, rows=0))
         try:
+            if len(sessions) == 1:
+                self._work.take_over(sessions[0])
+            feeds = [self._feed(session) for session in sessions]
             self._work.read(feeds)
         except Exception:
-            # No answer is lost. What the slots hold now may not be finite: the model reads these prefixes anew.
+            # No answer is lost.
             self._draft_stats.failed_reads += 1
-            logger.warning("reading on failed", exc_info=True)
-            for session in sessions:
-                self._behind.pop(session)
-                session.cached_length = 0
-                self._work.clear(_slot(session))  # where even that fails, the device is beyond repair
+            logger.warning("reading on failed, for %d requests", len(sessions), exc_info=True)
+            if len(sessions) == 1:
+                self._give_up(sessions[0])
+        else:
+            for session, feed in zip(sessions, feeds, strict=True):
+                session.cached_length += feed.token_ids.size
+                self._draft_stats.read_tokens += feed.token_ids.size
             return
-        for session, feed in zip(sessions, feeds, strict=True):
-            session.cached_length += feed.token_ids.size
-            self._draft_stats.read_tokens += feed.token_ids.size
+        for session in sessions if len(sessions) > 1 else ():  # outside: the error holds what the forward had allocated
+            self._read([session])
+
+    def _feed(self, session: Session) -> Feed:
+        """The next tokens that the model has not read, without a wish for logits."""
+        end = min(session.prefix_length, session.cached_length + self._chunk)
+        return Feed(_slot(session), session.cached_length, session.tokens.view(session.cached_length, end), rows=0)
+
+    def _give_up(self, session: Session) -> None:
+        """What the slot holds now may not be finite: the model reads this prefix anew."""
+        assert self._work is not None
+        self._behind.pop(session)
+        session.cached_length = 0
+        self._work.clear(_slot(session))  # where even that fails, the device is beyond repair
 
 
 def _lacks(session: Session) -> int:

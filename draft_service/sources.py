@@ -98,7 +98,7 @@ class Sources:
                 # What was copied may be over: whether the model does better now is worth knowing sooner.
                 self._interval = max(self._interval // 2, _FIRST_INTERVAL)
             counts = self._of(MODEL if not self._proposed.run else NGRAM)
-            counts.tokens += self._proposed.token_ids.size
+            counts.tokens += accepted + rejected  # what stands behind a rejected token says nothing
             counts.accepted += accepted
             self._proposed = None
         if self._found is not None and self._found.start < prefix.size:

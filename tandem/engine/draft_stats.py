@@ -12,7 +12,7 @@ class SourceStats:
     blocks: int = 0
     """Blocks proposed from it."""
     tokens: int = 0
-    """Tokens of those blocks whose outcome is known: the request went on."""
+    """Tokens of those blocks that stood or fell; not those behind one that fell, nor those of a request that ended before."""
     accepted: int = 0
     """How many of them stood."""
 

@@ -124,10 +124,11 @@ class Engine(Generic[JobT]):
         self._compiler = ThreadPoolExecutor(1, "forms")
         """The thread that `forms` belongs to, if there are any."""
         self._idle = idle
+        self._scheduler: Scheduler[JobT] = Scheduler(limits)
         if idle is not None:
             self.stats.ahead = idle.stats
-            idle.attach(SlotWork(lm, self._ledger), for_sessions)
-        self._scheduler: Scheduler[JobT] = Scheduler(limits)
+            work = SlotWork(lm, self._ledger, self._slots, lambda: self._scheduler.most_tokens)
+            idle.attach(work, for_sessions)
         self._gathering: Gathering[Session] | None = (
             Gathering(limits.forward_cost, limits.decode_tokens) if gather else None
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,15 +14,33 @@ if TYPE_CHECKING:
 
     from tandem.engine.feed import Feed
     from tandem.engine.slot_ledger import SlotLedger
+    from tandem.engine.slot_pool import SlotPool
 
 
 class SlotWork:
     """A model's forwards and copies, entered in the ledger where one is kept."""
 
-    def __init__(self, lm: RaggedModel, ledger: SlotLedger | None) -> None:
+    def __init__(
+        self, lm: RaggedModel, ledger: SlotLedger | None, pool: SlotPool, most_tokens: Callable[[], int]
+    ) -> None:
+        """`most_tokens`: padded tokens of a forward of several feeds that the memory holds, as far as is known."""
         self.max_length = lm.max_length
         self._lm = lm
         self._ledger = ledger
+        self._pool = pool
+        self._most_tokens = most_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Padded tokens of a forward of several feeds, at most."""
+        return self._most_tokens()
+
+    def take_over(self, session: Session) -> None:
+        """Copies what other slots hold of the session's prefix, where that is more than its own does."""
+        move = self._pool.more_shared(session)
+        if move is not None:
+            self.copy(move.source, move.target, move.start, move.end)
+            session.cached_length = move.end
 
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """The wanted logits, float32 [sum of rows, padded vocabulary]."""

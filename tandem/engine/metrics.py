@@ -95,7 +95,7 @@ def _ahead(stats: AheadStats) -> Iterable[Metric]:
 def _draft(stats: DraftStats) -> Iterable[Metric]:
     blocks = CounterMetricFamily("tandem_draft_blocks", "Blocks proposed, by their source", labels=["source"])
     tokens = CounterMetricFamily(
-        "tandem_draft_tokens", "Tokens of blocks whose outcome is known, by source", labels=["source"]
+        "tandem_draft_tokens", "Tokens of blocks that stood or fell, by source", labels=["source"]
     )
     accepted = CounterMetricFamily("tandem_draft_accepted_tokens", "How many of them stood", labels=["source"])
     for source, each in stats.sources.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.engine.models import VOCABULARY, over_slots, random_ids, random_model
 ROUNDS = [3, 5, 2, 0, 8, 1, 4, 4, 3, 5, 5, 2]
 PATTERN = random_ids(5, 9)
 COPYING = np.concatenate([PATTERN, random_ids(6, 4), PATTERN, PATTERN[:5]]).astype(np.uint32)
+SHORT = np.concatenate([PATTERN[:6], random_ids(6, 1), PATTERN[:4]]).astype(np.uint32)
 
 
 async def everything_read(engine: Engine[Any]) -> None:
@@ -85,11 +87,78 @@ async def test_a_model_that_could_not_read_meanwhile_reads_before_its_block(
     assert draft.engine.stats.invariant_violations == 0
 
 
-async def test_a_request_that_ends_is_read_no_further(engines: Engines) -> None:
-    engine = engines.both(over_slots(random_model(), max_length=160))
+async def test_a_request_that_ends_is_read_no_further(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, begun, go_on = SlotWork.read, threading.Event(), threading.Event()
+
+    def waits(self: SlotWork, feeds: Any) -> None:
+        read(self, feeds)
+        begun.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(SlotWork, "read", waits)
+    engine = engines.both(over_slots(random_model(), max_length=160), chunk=1)
     draft = Client(engine)
     await draft.ask(propose_item("a", 0, COPYING, 0, 2, sampling=GREEDY))
+    assert await asyncio.to_thread(begun.wait, 60)
     engine.release(draft.stream, ["a"])
+    go_on.set()
     await everything_read(engine)
-    assert engine.stats.sessions == 0
-    assert engine.stats.draft.read_tokens in (0, COPYING.size)
+    assert (engine.stats.sessions, engine.stats.draft.read_tokens) == (0, 1)
+    assert reason(await draft.ask(propose_item("b", 0, COPYING, 0, 2, sampling=GREEDY))) == ""
+
+
+def reads(monkeypatch: pytest.MonkeyPatch, *, together: bool = True) -> list[list[int]]:
+    """The slots of each forward that reads on; `together` false: one of several fails."""
+    read, slots = SlotWork.read, []
+
+    def noted(self: SlotWork, feeds: Any) -> None:
+        if len(feeds) > 1 and not together:
+            raise RuntimeError("planted")
+        slots.append([feed.slot for feed in feeds])
+        read(self, feeds)
+
+    monkeypatch.setattr(SlotWork, "read", noted)
+    return slots
+
+
+async def begin(draft: Client, **prompts: np.ndarray) -> None:
+    """All in one message, so that all are answered before anything is read."""
+    items = [propose_item(name, 0, prompt, 0, 2, sampling=GREEDY) for name, prompt in prompts.items()]
+    answers = await draft.ask_all(items)
+    assert [answer.work.source for answer in answers if answer.work] == ["ngram"] * len(prompts)
+    await everything_read(draft.engine)
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_requests_that_cannot_be_read_together_are_read_alone(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    slots = reads(monkeypatch, together=together)
+    draft = Client(engines.both(over_slots(random_model(), max_length=160)))
+    draft.engine._scheduler.most_tokens = 2 * SHORT.size + 1
+    await begin(draft, a=SHORT, b=SHORT, c=SHORT)
+    stats = draft.engine.stats.draft
+    assert slots == ([[0, 1], [2]] if together else [[0], [1], [2]])
+    assert (stats.failed_reads, stats.read_tokens) == (0 if together else 1, 3 * SHORT.size)
+
+
+async def test_a_long_prompt_and_short_ones_take_turns(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = reads(monkeypatch)
+    draft = Client(engines.both(over_slots(random_model(), max_length=160), chunk=4))
+    await begin(draft, long=np.concatenate([random_ids(7, 40), COPYING]).astype(np.uint32), short=SHORT)
+    assert slots[:5] == [[1], [0], [1], [0], [1]]
+
+
+async def test_completions_of_one_prompt_read_it_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = reads(monkeypatch)
+    draft = Client(engines.both(over_slots(random_model(), max_length=160)))
+    await begin(draft, a=COPYING, b=COPYING, c=COPYING)
+    assert slots == [[0], [1], [2]] or slots == [[0], [1, 2]]
+    assert draft.engine.stats.draft.read_tokens == COPYING.size + 2
+    follow = await draft.ask(propose_item("c", 1, np.append(COPYING, [90, 91]).astype(np.uint32), COPYING.size, 3))
+    alone = Client(engines.draft(over_slots(random_model(), max_length=160)))
+    expected = await alone.ask(
+        propose_item("c", 0, np.append(COPYING, [90, 91]).astype(np.uint32), 0, 3, sampling=GREEDY)
+    )
+    assert [each.token_id for each in follow.result] == [each.token_id for each in expected.result]
+    assert draft.engine.stats.invariant_violations == 0

@@ -52,6 +52,8 @@ def test_ngrams_come_back_without_a_trial_as_soon_as_they_would_have_been_right(
     request = Request()
     for _ in range(30):
         request.round(ngram_right=0, model_right=1)
+    counts = request.stats.sources[MODEL]
+    assert counts.tokens == 2 * counts.accepted > 0, "what was cut off counts for nothing"
     drafted = [request.round(ngram_right=4, model_right=0) for _ in range(8)]
     assert drafted[-1] == NGRAM
     assert request.stats.trials == 0
