@@ -102,7 +102,7 @@ async def test_who_is_cancelled_while_waiting_holds_nobody_up(engines: Engines) 
 async def test_a_bad_item_of_one_who_waits_loses_its_place_only(engines: Engines) -> None:
     client = await full(engines, WaitingLimits(5, 240))
     client.engine.submit(client.stream, [first("a"), first("b")])
-    assert reason(await client.ask(verify_item("a", 1, random_ids(1, 20), 7))) == "CACHE_MISS"
+    assert reason(await client.ask(verify_item("a", 1, random_ids(1, 30), 25))) == "CACHE_MISS"
     client.engine.release(client.stream, ["holds0"])
     assert await told(client, "b") == ""
     client.engine.release(client.stream, ["holds1"])
