@@ -9,16 +9,25 @@ from __future__ import annotations
 
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 64
 """Blocks in time, one after the other, after which one of twice the length is tried."""
+_HOLDS = _FIRST_INTERVAL
+"""Blocks in time, one after the other, after which a length that was tried is no trial any more."""
 
 
 class BlockLimit:
     """Of one request at one draft replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
+        """`longest`: tokens of the longest block that this request could ask this replica for."""
+        self._longest = longest
         self._limit: int | None = None
         self._in_time = 0
         self._interval = _FIRST_INTERVAL
         self._trying = False
+
+    @property
+    def tokens(self) -> int | None:
+        """The most to ask for, 1 or more; None where that is whatever is wanted."""
+        return self._limit
 
     def of(self, gamma: int) -> int:
         """What to ask for where `gamma`, 1 or more, is wanted."""
@@ -26,22 +35,24 @@ class BlockLimit:
 
     def late(self, asked: int) -> int:
         """A block of `asked` tokens was late. Returns the new limit; 0: no block at all for a while, and then of one token."""
-        if self._trying:
+        if self._trying and self._limit is not None and 2 * asked > self._limit:
             self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
         self._trying, self._in_time = False, 0
         self._limit = max(asked // 2, 1)
         return asked // 2
 
-    def in_time(self, asked: int, wanted: int) -> int | None:
-        """A block of `asked` tokens came in time, where `wanted` would have been good. Returns the new limit where longer
-        ones are tried from now on."""
+    def in_time(self, asked: int) -> int | None:
+        """A block of `asked` tokens came in time. Returns the new limit where longer ones are tried from now on."""
         if self._limit is None or asked < self._limit:
             return None  # says nothing of the limit
-        self._trying = False
         self._in_time += 1
-        if self._in_time < self._interval:
+        if self._trying and self._in_time >= _HOLDS:
+            self._trying, self._interval = False, _FIRST_INTERVAL
+        if self._trying or self._in_time < self._interval:
             return None
+        if self._limit >= self._longest:
+            self._limit = None  # whole blocks hold
+            return None
+        self._limit = min(2 * self._limit, self._longest)
         self._trying, self._in_time = True, 0
-        longer = 2 * self._limit
-        self._limit = longer if longer < wanted else None
-        return min(longer, wanted)
+        return self._limit

@@ -119,7 +119,7 @@ class Decoder:
 
     async def _propose_and_verify(self) -> _Scored:
         # One token comes from the target's own row, so a block longer than the rest is work for nothing.
-        choice = self._gamma.choose(self._completion.remaining - 1)
+        choice = self._gamma.choose(self._completion.remaining - 1, self._drafting.limit)
         record = self._recorder.begin_round(self._epoch)
         record.chosen(choice)
         began = perf_counter()

@@ -22,7 +22,7 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import AnswerLate, ItemFailed, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +94,16 @@ class Drafting:
         pool: DraftPool,
         sampling: sampling_pb2.Sampling,
         policy: DraftingPolicy,
+        longest: int,
         vocabulary_size: int,
         cache_salt: str = "",
         prompt_digests: Iterable[bytes] = (),
     ) -> None:
-        """`prompt_digests`: see `placement.block_digests`."""
+        """`longest`: the most tokens that any round of it may want; `prompt_digests`: see `placement.block_digests`."""
         self._session = WorkerSession(request_id, pool, prompt_digests)
         self._sampling = sampling
         self._policy = policy
+        self._longest = longest
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
         self._pool = pool
@@ -109,7 +111,9 @@ class Drafting:
         """Whether the draft has this sampling, if it has the session."""
         self._block_length = 0
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
-        self._limit = BlockLimit()
+        self._limit = BlockLimit(longest)
+        self._limited: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
+        """The replica that the limit is for."""
         self._asks_for_less = False
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
@@ -117,6 +121,11 @@ class Drafting:
         """Whether the draft had no more to read for its last block than it has in any round."""
         self.worker_time: WorkerTime | None = None
         """What the draft says that its last block took."""
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that the draft is asked for at present, since it was late; None where that is whatever is wanted."""
+        return self._limit.tokens if self._limited is self._session.replica else None
 
     async def propose(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
         """Up to gamma tokens that continue the prefix; never raises for a fault of the draft."""
@@ -158,7 +167,8 @@ class Drafting:
     def _check_standing(self) -> None:
         if self._standing is None:
             return
-        if self._standing.final or not (time.monotonic() >= self._resume_at or self._may_ask_for_less):
+        again = time.monotonic() >= self._resume_at or self._may_ask_for_less or self._may_ask_elsewhere
+        if self._standing.final or not again:
             raise _Degraded(self._standing.reason, final=self._standing.final)
         self._standing = None
 
@@ -169,6 +179,11 @@ class Drafting:
             return False
         answer, _ = self._late
         return answer.done() and not answer.cancelled() and answer.exception() is None
+
+    @property
+    def _may_ask_elsewhere(self) -> bool:
+        """Whether another session has had the draft benched meanwhile, and there is another one."""
+        return self._session.displaced and self._session.can_move
 
     def _degrade(self, degraded: _Degraded, epoch: int, record: RoundRecorder) -> None:
         record.degraded(degraded.reason, newly=self._standing is None)
@@ -187,6 +202,8 @@ class Drafting:
     def _accuse(self, degraded: _Degraded, record: RoundRecorder) -> bool:
         """Benches the replica where the fault is its own; returns whether the next round can go to another one."""
         replica = self._session.replica
+        if self._session.displaced:
+            return self._move()  # another session has benched it, for what may be the same incident
         if replica is None or degraded.blame is _Blame.NONE:
             return False
         if degraded.blame is _Blame.STRIKE and not self._session.can_move:
@@ -198,7 +215,7 @@ class Drafting:
 
     def _check_yield(self, record: RoundRecorder) -> None:
         replica, peers = self._session.replica, self._pool.replicas
-        if replica is None or len(peers) < 2:
+        if replica is None or len(peers) < 2 or self._session.displaced:
             return
         if not replica.bench.collapsed(each.bench for each in peers if each.ready):
             return
@@ -209,15 +226,20 @@ class Drafting:
     def _move(self) -> bool:
         """Gives the seat up, with whatever it is still owed; whether there is another."""
         moves = self._session.can_move
-        self._late, self._limit = None, BlockLimit()
-        self._session.leave()
+        self._leave()
         return moves
 
+    def _leave(self) -> None:
+        self._late = None
+        self._session.leave()
+
     async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
-        self._collect_late_answer(prefix)
-        if self._session.should_move:
-            self._session.leave()
+        if self._session.displaced:
+            self._leave()  # and await nothing from it
+        elif self._session.should_move:
+            self._leave()
             record.rebuilding("draft", "REPLICA_LEAVING")
+        self._collect_late_answer(prefix)
         for attempt in (1, 2):
             try:
                 return await self._ask_once(prefix, epoch, gamma, record)
@@ -241,8 +263,12 @@ class Drafting:
             raise self._nobody()
         gamma = min(gamma, replica.info.context_length - prefix.length, replica.info.max_speculative_tokens)
         if gamma < 1:
-            self._session.leave()
+            self._leave()
             raise _Degraded("draft_context", "the draft's context is full", final=True)
+        if replica is not self._limited:
+            # How long one takes says nothing of another one.
+            longest = min(self._longest, replica.info.max_speculative_tokens)
+            self._limit, self._limited = BlockLimit(longest), replica
         wanted, gamma = gamma, self._limit.of(gamma)
         opened = self._session.opened
         item = draft_pb2.ProposeItem(
@@ -260,7 +286,10 @@ class Drafting:
         except AnswerLate as late:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
             self._late, blame = (late.answer, prefix.length), self._blame_for_time(prefix)
-            self._asks_for_less = blame is _Blame.STRIKE and self._shorten(gamma, epoch, record)
+            stays = blame is _Blame.STRIKE and not self._session.displaced
+            self._asks_for_less = stays and self._shorten(gamma, epoch, record)
+            if self._asks_for_less:
+                blame = _Blame.NONE  # not while there is less to ask for
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
         self._announced = True
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
@@ -284,7 +313,7 @@ class Drafting:
     def _in_time(self, asked: int, wanted: int, epoch: int, record: RoundRecorder) -> None:
         if asked < wanted:
             record.short(asked)
-        longer = self._limit.in_time(asked, wanted)
+        longer = self._limit.in_time(asked)
         if longer is not None:
             record.lengthened(longer)
             self._log_limit("it keeps its time", longer, epoch, record)

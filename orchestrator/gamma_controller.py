@@ -66,8 +66,8 @@ REASONS = ("fixed", "best", "trial", "unknown_cost")
 class GammaPolicy(Protocol):
     """How a request comes by its gamma."""
 
-    def choose(self, room: int) -> Choice:
-        """The gamma of the next round, at most `room`."""
+    def choose(self, room: int, limit: int | None = None) -> Choice:
+        """The gamma of the next round, at most `room`. `limit`, 1 or more: blocks are cut to so many tokens at present."""
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round that got the block it asked for: the acceptance probability of each position reached."""
@@ -83,7 +83,7 @@ class FixedGamma:
         self._gamma = gamma
         self._speed = speed
 
-    def choose(self, room: int) -> Choice:
+    def choose(self, room: int, limit: int | None = None) -> Choice:  # noqa: ARG002 - the block is cut, the wish stays
         """As asked, or less where less is left to generate."""
         return Choice(min(self._gamma, room), "fixed", 0.0)
 
@@ -177,22 +177,26 @@ class AdaptiveGamma:
         self._trial_expected: float | None = None
         self._promising = False
 
-    def choose(self, room: int) -> Choice:
-        """Looks at a few block sizes around the last one."""
-        longest = min(self._longest, room)
+    def choose(self, room: int, limit: int | None = None) -> Choice:
+        """Looks at a few block sizes around the last one, of those that are not cut. One that was best before it would be is
+        still chosen, to be had again once it isn't; a trial is of what the draft will be asked for."""
+        longest = wanted = min(self._longest, room)
         self._trial_expected = None
         if longest == 0:
             return Choice(0, "best", 1.0)
         if not (self._costs.target_known and self._costs.draft_known):
             return Choice(min(self._gamma or _FIRST_BLOCK, longest), "unknown_cost", 0.0)
+        cut = limit is not None and limit < wanted
+        if limit is not None:
+            longest = min(longest, limit)
         # Not further than a step or two from here: what lies beyond is the least known, and looking costs time.
         longest = min(longest, max(self._gamma, _LONGEST_TRIAL) + _STEP)
         acceptance = self._acceptance.by_position(longest)
         seconds = self._costs.round_seconds(longest)
         rates = _rates(acceptance, seconds)
-        self._settle(rates)
-        gamma = min(self._gamma, longest)
-        speedup = rates[gamma] / rates[0]
+        self._settle(rates, cut=cut)
+        gamma = min(self._gamma, wanted)
+        speedup = rates[min(gamma, longest)] / rates[0]
         if gamma == 0:
             return self._perhaps_a_trial(acceptance, seconds, rates)
         if self._plain_is_stale():
@@ -216,11 +220,12 @@ class AdaptiveGamma:
         """Hands on what was learnt."""
         self._acceptance.hand_on()
 
-    def _settle(self, rates: list[float]) -> None:
+    def _settle(self, rates: list[float], *, cut: bool) -> None:
         best = max(range(len(rates)), key=rates.__getitem__)
         current = self._gamma
-        if current >= len(rates):
+        if current >= len(rates) and not cut:
             return  # the end is near: what is best there says nothing about the rest
+        current = min(current, len(rates) - 1)
         if rates[best] > _CLEAR_GAIN * rates[current]:
             if best == 0:
                 self._interval, self._since_trial = _FIRST_INTERVAL, 0

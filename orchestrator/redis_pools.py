@@ -156,4 +156,7 @@ def _sentinels_login(scheme: str, settings: str) -> dict[str, str]:
         raise ValueError(f"{scheme}:// takes {takes} after a '?'; in a password it must be percent-encoded")
     if "sentinel_username" in names and "sentinel_password" not in names:
         raise ValueError(f"{scheme}://: sentinel_username needs sentinel_password")
-    return {known[name]: value for name, value in given if value}
+    if blank := [name for name, value in given if not value]:
+        # Most likely a variable that was not set: dropped, it would be no login at all.
+        raise ValueError(f"{scheme}://: {' and '.join(blank)} must not be empty")
+    return {known[name]: value for name, value in given}

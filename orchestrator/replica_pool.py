@@ -210,7 +210,12 @@ class WorkerSession(Generic[ItemT, AnswerT]):
         return chosen
 
     def _may_stay(self, replica: Replica[ItemT, AnswerT]) -> bool:
-        return replica.ready and replica.generation == self._generation and replica.bench.benchings == self._benchings
+        return replica.ready and replica.generation == self._generation and not self.displaced
+
+    @property
+    def displaced(self) -> bool:
+        """Whether the session's replica was benched since it sat down there."""
+        return self.replica is not None and self.replica.bench.benchings != self._benchings
 
     @property
     def can_move(self) -> bool:

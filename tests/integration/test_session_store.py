@@ -927,6 +927,16 @@ class TestAddresses:
             ("redis+sentinel://host:26379/main?password=secret", "sentinel_username and sentinel_password"),
             ("redis+sentinel://host:26379/main?secret", r"'\?'"),
             ("redis+sentinel://host:26379/main?sentinel_username=secret", "needs sentinel_password"),
+            ("redis+sentinel://host:26379/main?sentinel_password=", "sentinel_password must not be empty"),
+            ("redis+sentinel://host:26379/main?sentinel_password", "sentinel_password must not be empty"),
+            (
+                "redis+sentinel://host:26379/main?sentinel_username=secret&sentinel_password=",
+                "sentinel_password must not be empty",
+            ),
+            (
+                "rediss+sentinel://host:26379/main?sentinel_username=&sentinel_password=secret",
+                "sentinel_username must not be empty",
+            ),
             ("redis+sentinel://:sec?ret@host:26379/main", "percent-encoded"),
             (
                 "redis+sentinel://host:26379/main?sentinel_password=secret&sentinel_password=secret2",

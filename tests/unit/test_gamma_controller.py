@@ -165,6 +165,33 @@ def test_room_and_limit_are_kept() -> None:
     assert adaptive(0).choose(5).gamma == 0
 
 
+def test_a_trial_is_of_what_the_draft_will_be_asked_for() -> None:
+    """A block that was cut would disappoint whatever it brought, and the next trial come ever later."""
+    machine, controller = Machine(0.6, 0.3), adaptive()
+    run(controller, machine, 300, lambda _: 0.1)
+    machine = Machine(0.05, 0.05)
+    trials, rounds = [], 0
+    while controller._gamma == 0:
+        choice = controller.choose(1000, limit=1)
+        trials += [choice.gamma] if choice.reason == "trial" else []
+        controller.observe([0.95] * min(choice.gamma, 1), machine.times(min(choice.gamma, 1)))
+        rounds += 1
+        assert rounds < 300, trials
+    assert set(trials) == {1}
+
+
+def test_a_block_that_is_cut_is_had_again_or_given_up_as_what_is_left_of_it_pays() -> None:
+    machine, controller = Machine(0.1, 0.05), adaptive()
+    run(controller, machine, 100, lambda _: 0.9)
+    before = controller.choose(1000).gamma
+    assert before > 2
+    assert controller.choose(1000, limit=1).gamma == before
+    for _ in range(200):
+        cut = min(controller.choose(1000, limit=1).gamma, 1)
+        controller.observe([0.02] * cut, machine.times(cut))
+    assert controller.choose(1000, limit=1).gamma <= 1
+
+
 def test_a_worker_that_does_not_say_what_it_took_is_timed_by_the_wait() -> None:
     machine, controller = Machine(0.1, 0.02), adaptive()
     for _ in range(200):
