@@ -29,6 +29,8 @@ class Bench:
     def __init__(self, name: str) -> None:
         self._name = name
         self._strikes = 0
+        self._silences = 0
+        self._silent_at = 0.0
         self._in_a_row = 0
         self._until = 0.0
         self._drafted = 0
@@ -55,10 +57,22 @@ class Bench:
 
     def answered(self) -> None:
         """A good answer, in time."""
-        self._strikes = 0
+        self._strikes = self._silences = 0
         if self.reason:
             log.info("%s is well again", self._name)
             self.reason, self._in_a_row = "", 0
+
+    def answered_late(self) -> None:
+        """It lives."""
+        self._silences = 0
+
+    def silent(self, reason: str, first_seconds: float, asked_at: float) -> bool:
+        """No answer in time to a block that may be asked for shorter; since when it was waited for, by the monotonic clock. All that
+        wait at the same time count once, and nothing counts once a late answer comes. Returns whether it is benched for it."""
+        if asked_at < self._silent_at:
+            return False
+        self._silences, self._silent_at = self._silences + 1, time.monotonic()
+        return self._silences >= STRIKES and self.fault(reason, first_seconds, at_once=True)
 
     def fault(self, reason: str, first_seconds: float, *, at_once: bool) -> bool:
         """A bad answer or none; `at_once` if one is enough. Returns whether it is benched for it."""
@@ -66,7 +80,8 @@ class Bench:
         if self._strikes < STRIKES and not at_once and not self.reason:
             return False
         seconds = min(first_seconds * 2**self._in_a_row, max(LONGEST_SECONDS, first_seconds))
-        self._strikes, self._in_a_row = 0, min(self._in_a_row + 1, 16)
+        self._strikes = self._silences = 0
+        self._in_a_row = min(self._in_a_row + 1, 16)
         self._drafted = self._accepted = 0
         self._until = time.monotonic() + seconds
         self.reason = reason

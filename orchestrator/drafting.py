@@ -61,9 +61,11 @@ class _Blame(Enum):
     """What a fault says about the replica."""
 
     NONE = 0
-    STRIKE = 1
+    SILENCE = 1
+    """Nobody's fault if an answer comes yet, and then less is asked for."""
+    STRIKE = 2
     """May be nobody's fault; several in a row are."""
-    PROOF = 2
+    PROOF = 3
 
 
 class _Degraded(Exception):
@@ -115,6 +117,7 @@ class Drafting:
         self._limited: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
         """The replica that the limit is for."""
         self._asks_for_less = False
+        self._asked_at = 0.0
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
         self.ordinary = False
@@ -192,6 +195,9 @@ class Drafting:
         self._standing = degraded
         moves = self._accuse(degraded, record)
         self._resume_at = time.monotonic() + (0.0 if moves else self._policy.backoff)
+        if degraded.blame is _Blame.SILENCE and self.limit is not None:
+            record.shortened(self.limit)
+            self._log_limit("it was late", self.limit, epoch, record)
         log.warning(
             "no block from the draft (%s): %s",
             degraded.reason,
@@ -206,9 +212,14 @@ class Drafting:
             return self._move()  # another session has benched it, for what may be the same incident
         if replica is None or degraded.blame is _Blame.NONE:
             return False
-        if degraded.blame is _Blame.STRIKE and not self._session.can_move:
+        if degraded.blame is not _Blame.PROOF and not self._session.can_move:
             return False  # a slow draft is better than none, and its cache is dear
-        if not replica.bench.fault(degraded.reason, self._policy.backoff, at_once=degraded.blame is _Blame.PROOF):
+        reason, backoff = degraded.reason, self._policy.backoff
+        if degraded.blame is _Blame.SILENCE:
+            benched = replica.bench.silent(reason, backoff, self._asked_at)
+        else:
+            benched = replica.bench.fault(reason, backoff, at_once=degraded.blame is _Blame.PROOF)
+        if not benched:
             return False
         record.benched(degraded.reason)
         return self._move()
@@ -281,15 +292,15 @@ class Drafting:
             traceparent=record.traceparent,
             cache_salt="" if opened else self._cache_salt,
         )
+        self._asked_at = time.monotonic()
         try:
             proposal = await replica.submit(item, self._policy.timeout)
         except AnswerLate as late:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
             self._late, blame = (late.answer, prefix.length), self._blame_for_time(prefix)
-            stays = blame is _Blame.STRIKE and not self._session.displaced
-            self._asks_for_less = stays and self._shorten(gamma, epoch, record)
+            self._asks_for_less = blame is _Blame.STRIKE and self._bears_with(replica) and self._limit.late(gamma) > 0
             if self._asks_for_less:
-                blame = _Blame.NONE  # not while there is less to ask for
+                blame = _Blame.SILENCE
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
         self._announced = True
         self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
@@ -302,13 +313,9 @@ class Drafting:
             self._in_time(gamma, wanted, epoch, record)
         return block
 
-    def _shorten(self, asked: int, epoch: int, record: RoundRecorder) -> bool:
-        """A block was late; whether a shorter one is worth asking for."""
-        limit = self._limit.late(asked)
-        if limit:
-            record.shortened(limit)
-            self._log_limit("it was late", limit, epoch, record)
-        return limit > 0
+    def _bears_with(self, replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal]) -> bool:
+        """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""
+        return not self._session.displaced and not (replica.bench.reason and self._session.can_move)
 
     def _in_time(self, asked: int, wanted: int, epoch: int, record: RoundRecorder) -> None:
         if asked < wanted:

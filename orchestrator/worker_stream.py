@@ -338,6 +338,8 @@ class Replica(Generic[ItemT, AnswerT]):
         pending = self._pending.pop((result.request_id, result.cache_epoch), None)
         if pending is None or pending.answer.done():
             return
+        if pending.deadline == math.inf:
+            self.bench.answered_late()
         answer = self._kind.answer(result)
         if answer is not None:
             pending.answer.set_result(answer)

@@ -81,8 +81,10 @@ class Report:
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)
-    survived: Counter[str] = field(default_factory=Counter)
-    """Of these: no request failed before the next one was injected."""
+    injected: list[tuple[str, float, float]] = field(default_factory=list)
+    """Each of these: which, when it began, and when the next one did; by the monotonic clock."""
+    failed_lives: list[tuple[float, float]] = field(default_factory=list)
+    """Of each request that failed: when it began, and when it failed."""
     asked: int = 0
     finished: int = 0
     commits: int = 0
@@ -90,6 +92,15 @@ class Report:
     """Kinds of faults that this machine can't have, and why."""
     resumptions: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def survived(self) -> Counter[str]:
+        """Of the faults: no request that was under way at the time failed, however long afterwards."""
+        return Counter(
+            name
+            for name, began, ended in self.injected
+            if not any(asked <= ended and began <= failed for asked, failed in self.failed_lives)
+        )
 
     def text(self) -> str:
         """For people."""
@@ -115,10 +126,11 @@ class Caller:
         self.ids: list[int] = []
         self.text = ""
         self._known = False
+        self._began = time.monotonic()
 
     def run(self, content: dict[str, Any], prompt: list[int], expected: tuple[Any, ...]) -> None:
         """Until the end; whatever is not as it should be goes to the report."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = self._began + PATIENCE_SECONDS
         where = self._rng.randrange(len(self._stack.orchestrators))
         attempt = 0
         while time.monotonic() < deadline:
@@ -175,6 +187,7 @@ class Caller:
 
     def _fail(self, problem: str) -> None:
         self._report.failures.append(f"{self.request_id}: {problem}")
+        self._report.failed_lives.append((self._began, time.monotonic()))
 
 
 class Chaos:
@@ -348,9 +361,9 @@ def run(
             thread.start()
         chaos = Chaos(stack, rng, report)
         while any(thread.is_alive() for thread in callers):
-            failed, fault = len(report.failures), chaos.one()
+            began, fault = time.monotonic(), chaos.one()
             time.sleep(rng.uniform(0.0, 0.3))
-            report.survived[fault] += len(report.failures) == failed
+            report.injected.append((fault, began, time.monotonic()))
         for service in stack.services:
             service.wait_serving()
         _ledger_is_empty(stack, report, max_tokens)

@@ -23,8 +23,16 @@ def test_random_faults_under_load(tmp_path: Path) -> None:
     print(report.text())
     assert report.failures == [], report.text()
     assert report.finished == report.asked >= REQUESTS
-    assert sum(report.faults.values()) >= FAULTS
+    assert report.survived.total() == report.faults.total() >= FAULTS
     assert report.commits > REQUESTS
+
+
+def test_a_failure_is_charged_to_all_faults_that_the_request_lived_through() -> None:
+    report = schedule.Report(SEED)
+    report.injected = [("before", 0, 1), ("hung by it", 2, 3), ("beside it", 4, 5), ("after", 6, 7)]
+    assert report.survived.total() == 4
+    report.failed_lives = [(2.5, 5.5)]
+    assert sorted(report.survived) == ["after", "before"]
 
 
 def test_a_skipped_epoch_would_be_seen(one_redis_server: RedisServer) -> None:

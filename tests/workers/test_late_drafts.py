@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.bench import STRIKES
 from orchestrator.drafting import DRAFT, PLAIN, Block, Drafting, DraftingPolicy, DraftPool
 from orchestrator.prefix import Prefix
 from tandem import wire
@@ -143,7 +144,7 @@ async def test_two_drafts_with_many_to_serve_are_asked_for_less_and_not_benched(
             await request.late_answer()
             assert request.drafting.limit == limit
     assert [request.record.told for request in requests] == [
-        [4, "draft_timeout", 2, "draft_timeout", 1, "draft_timeout"]
+        ["draft_timeout", 4, "draft_timeout", 2, "draft_timeout", 1]
     ] * 4
     assert [replica.sessions for replica in pool.replicas] == [2, 2]
     blocks = await asyncio.gather(*(request.round(LONGEST, patient=True) for request in requests))
@@ -161,6 +162,17 @@ async def test_a_silent_draft_is_benched_by_those_who_ask_again(pool: DraftPool,
         request.drafting._resume_at = 0.0
         await request.round(LONGEST, patient=False)
     # The other one is no better, but the only one that is left.
+    assert sorted(replica.bench.benchings for replica in pool.replicas) == [0, 1]
+
+
+async def test_a_silent_draft_is_benched_by_requests_that_end_before_they_could_ask_again(
+    pool: DraftPool, answers_pass: threading.Event
+) -> None:
+    answers_pass.clear()
+    for number in range(2 * STRIKES):
+        request = Request(f"short-{number}", pool)
+        assert await request.round(LONGEST, patient=False) == PLAIN
+        request.drafting.release()
     assert sorted(replica.bench.benchings for replica in pool.replicas) == [0, 1]
 
 
@@ -185,6 +197,19 @@ async def test_one_incident_benches_a_draft_once_and_the_other_one_is_asked_for_
         assert request.drafting.limit is None
         assert request.replica is other
     assert benched.bench.benchings == 1
+
+
+async def test_a_draft_that_is_late_when_it_is_tried_again_is_left_at_once(
+    pool: DraftPool, answers_pass: threading.Event
+) -> None:
+    tried, other = pool.replicas
+    tried.bench.fault("draft_timeout", 0.0, at_once=True)
+    request = Request("trial", pool)
+    await _all_late([request], LONGEST, answers_pass)
+    assert (tried.bench.benchings, other.bench.benchings) == (2, 0)
+    assert request.record.told == ["draft_timeout", "benched: draft_timeout"]
+    assert len((await request.round(LONGEST, patient=True)).drafted) == LONGEST
+    assert request.replica is other
 
 
 @pytest.mark.parametrize("way", ["drains", "is benched by another", "is lost"])
