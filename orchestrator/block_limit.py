@@ -16,9 +16,7 @@ _HOLDS = _FIRST_INTERVAL
 class BlockLimit:
     """Of one request at one draft replica."""
 
-    def __init__(self, longest: int) -> None:
-        """`longest`: tokens of the longest block that this request could ask this replica for."""
-        self._longest = longest
+    def __init__(self) -> None:
         self._limit: int | None = None
         self._in_time = 0
         self._interval = _FIRST_INTERVAL
@@ -41,18 +39,19 @@ class BlockLimit:
         self._limit = max(asked // 2, 1)
         return asked // 2
 
-    def in_time(self, asked: int) -> int | None:
-        """A block of `asked` tokens came in time. Returns the new limit where longer ones are tried from now on."""
-        if self._limit is None or asked < self._limit:
+    def in_time(self, asked: int, longest: int) -> int | None:
+        """A block of `asked` tokens came in time, of a request that may ask this replica for up to `longest`. Returns the new
+        limit where longer ones are tried from now on."""
+        if self._limit is None or asked < min(self._limit, longest):
             return None  # says nothing of the limit
         self._in_time += 1
         if self._trying and self._in_time >= _HOLDS:
             self._trying, self._interval = False, _FIRST_INTERVAL
         if self._trying or self._in_time < self._interval:
             return None
-        if self._limit >= self._longest:
+        if self._limit >= longest:
             self._limit = None  # whole blocks hold
             return None
-        self._limit = min(2 * self._limit, self._longest)
+        self._limit = min(2 * self._limit, longest)
         self._trying, self._in_time = True, 0
         return self._limit

@@ -123,7 +123,8 @@ class Decoder:
         record = self._recorder.begin_round(self._epoch)
         record.chosen(choice)
         began = perf_counter()
-        block = await self._drafting.propose(self._prefix, self._epoch, choice.gamma, record)
+        longest = self._plan.num_speculative_tokens
+        block = await self._drafting.propose(self._prefix, self._epoch, choice.gamma, longest, record)
         proposed = perf_counter()
         if block is DECLINED:
             record.declined()

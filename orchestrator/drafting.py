@@ -96,16 +96,15 @@ class Drafting:
         pool: DraftPool,
         sampling: sampling_pb2.Sampling,
         policy: DraftingPolicy,
-        longest: int,
         vocabulary_size: int,
         cache_salt: str = "",
         prompt_digests: Iterable[bytes] = (),
     ) -> None:
-        """`longest`: the most tokens that any round of it may want; `prompt_digests`: see `placement.block_digests`."""
+        """`prompt_digests`: see `placement.block_digests`."""
         self._session = WorkerSession(request_id, pool, prompt_digests)
         self._sampling = sampling
         self._policy = policy
-        self._longest = longest
+        self._longest = 0
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
         self._pool = pool
@@ -113,7 +112,7 @@ class Drafting:
         """Whether the draft has this sampling, if it has the session."""
         self._block_length = 0
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
-        self._limit = BlockLimit(longest)
+        self._limit = BlockLimit()
         self._limited: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
         """The replica that the limit is for."""
         self._asks_for_less = False
@@ -130,9 +129,9 @@ class Drafting:
         """The most tokens that the draft is asked for at present, since it was late; None where that is whatever is wanted."""
         return self._limit.tokens if self._limited is self._session.replica else None
 
-    async def propose(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
-        """Up to gamma tokens that continue the prefix; never raises for a fault of the draft."""
-        self.ordinary = False
+    async def propose(self, prefix: Prefix, epoch: int, gamma: int, longest: int, record: RoundRecorder) -> Block:
+        """Up to gamma tokens that continue the prefix, where other rounds may want `longest`; never raises for a fault of the draft."""
+        self.ordinary, self._longest = False, longest
         if gamma == 0:
             return PLAIN
         try:
@@ -278,8 +277,7 @@ class Drafting:
             raise _Degraded("draft_context", "the draft's context is full", final=True)
         if replica is not self._limited:
             # How long one takes says nothing of another one.
-            longest = min(self._longest, replica.info.max_speculative_tokens)
-            self._limit, self._limited = BlockLimit(longest), replica
+            self._limit, self._limited = BlockLimit(), replica
         wanted, gamma = gamma, self._limit.of(gamma)
         opened = self._session.opened
         item = draft_pb2.ProposeItem(
@@ -310,17 +308,18 @@ class Drafting:
         block = DECLINED if declined else self._checked(proposal, gamma, item.look_ahead)
         replica.bench.answered()
         if block is not DECLINED:
-            self._in_time(gamma, wanted, epoch, record)
+            longest = min(self._longest, replica.info.max_speculative_tokens)
+            self._in_time(gamma, wanted, longest, epoch, record)
         return block
 
     def _bears_with(self, replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal]) -> bool:
         """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""
         return not self._session.displaced and not (replica.bench.reason and self._session.can_move)
 
-    def _in_time(self, asked: int, wanted: int, epoch: int, record: RoundRecorder) -> None:
+    def _in_time(self, asked: int, wanted: int, longest: int, epoch: int, record: RoundRecorder) -> None:
         if asked < wanted:
             record.short(asked)
-        longer = self._limit.in_time(asked)
+        longer = self._limit.in_time(asked, longest)
         if longer is not None:
             record.lengthened(longer)
             self._log_limit("it keeps its time", longer, epoch, record)

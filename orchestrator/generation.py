@@ -201,7 +201,7 @@ class Generations:
         size = runtime.limits().vocabulary_size
         digests = block_digests(plan.prompt, plan.cache_salt)
         drafting = Drafting(
-            name, runtime.drafts, plan.sampling, runtime.drafting_policy, gamma_limit, size, plan.cache_salt, digests
+            name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt, digests
         )
         scoring = Scoring(name, runtime.targets, plan.sampling, runtime.scoring_policy, size, plan.cache_salt, digests)
         try:

@@ -59,14 +59,15 @@ class Request:
     """Rounds that a target would end with a token of its own, whatever the draft says."""
 
     def __init__(self, name: str, pool: DraftPool) -> None:
-        self.drafting = Drafting(name, pool, GREEDY, LATE, LONGEST, VOCABULARY)
+        self.drafting = Drafting(name, pool, GREEDY, LATE, VOCABULARY)
         self.record = Record()
         self._prefix = Prefix(wire.encode_ids(random_ids(1, 20, VOCABULARY)))
         self._epoch = 0
 
     async def round(self, gamma: int, *, patient: bool) -> Block:
         self.drafting._policy = PATIENT if patient else LATE
-        block = await self.drafting.propose(self._prefix, self._epoch, gamma, self.record)  # type: ignore[arg-type]
+        record: Any = self.record
+        block = await self.drafting.propose(self._prefix, self._epoch, gamma, LONGEST, record)
         self.drafting.settle(self._prefix.length, 0)
         self._prefix.append(wire.encode_ids([7]))
         self._epoch += 1
