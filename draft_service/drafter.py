@@ -49,6 +49,11 @@ class ProposeJob(Job):
         """The cache's tokens; for a block from n-grams all that are known, whether the model has read them or not."""
         return self.session.tokens.length if self.from_ngram else self.session.cached_length
 
+    @property
+    def unread(self) -> int:
+        """What of the prefix the model has not read where the block is not its own; 1 at least then."""
+        return self.session.prefix_length - self.session.cached_length if self.from_ngram else 0
+
     @classmethod
     def of(cls, item: draft_pb2.ProposeItem, vocabulary_size: int, max_speculative_tokens: int) -> ProposeJob:
         """Checks the item's own fields; raises ItemFault INVALID_ARGUMENT."""

@@ -37,6 +37,7 @@ def pack(answers: Sequence[Answer]) -> draft_pb2.ProposalBatch:
         proposal = item.proposal
         proposal.cached_length = answer.cached_length
         proposal.declined = not answer.result
+        proposal.unread_tokens = answer.unread_tokens
         for drafted in answer.result:
             proposal.tokens.add(
                 token_id=drafted.token_id,

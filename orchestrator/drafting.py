@@ -111,6 +111,8 @@ class Drafting:
         self._announced = False
         """Whether the draft has this sampling, if it has the session."""
         self._block_length = 0
+        self._unread = 0
+        """Tokens that the draft knows, and whose reading its model had before it when it answered last."""
         self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
         self._limit = BlockLimit()
         self._limited: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
@@ -301,24 +303,27 @@ class Drafting:
                 blame = _Blame.SILENCE
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
         self._announced = True
-        self.ordinary = opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
+        # A block that waits for no model is an ordinary one, whatever that has not read.
+        to_read = prefix.length - self._session.cached_length if proposal.unread_tokens else self._to_read(prefix)
+        self.ordinary = opened and to_read <= ORDINARY_TOKENS
+        self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
         declined = proposal.declined and not proposal.tokens
         block = DECLINED if declined else self._checked(proposal, gamma, item.look_ahead)
         replica.bench.answered()
         if block is not DECLINED:
-            longest = min(self._longest, replica.info.max_speculative_tokens)
-            self._in_time(gamma, wanted, longest, epoch, record)
+            if gamma < wanted:
+                record.short(gamma)
+            if not proposal.unread_tokens:  # else it took no time, and the model's next one will
+                self._in_time(gamma, min(self._longest, replica.info.max_speculative_tokens), epoch, record)
         return block
 
     def _bears_with(self, replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal]) -> bool:
         """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""
         return not self._session.displaced and not (replica.bench.reason and self._session.can_move)
 
-    def _in_time(self, asked: int, wanted: int, longest: int, epoch: int, record: RoundRecorder) -> None:
-        if asked < wanted:
-            record.short(asked)
+    def _in_time(self, asked: int, longest: int, epoch: int, record: RoundRecorder) -> None:
         longer = self._limit.in_time(asked, longest)
         if longer is not None:
             record.lengthened(longer)
@@ -334,7 +339,11 @@ class Drafting:
 
     def _blame_for_time(self, prefix: Prefix) -> _Blame:
         """One that has much to read may take its time."""
-        return _Blame.STRIKE if prefix.length - self._session.cached_length <= SHORT_READ else _Blame.NONE
+        return _Blame.STRIKE if self._to_read(prefix) <= SHORT_READ else _Blame.NONE
+
+    def _to_read(self, prefix: Prefix) -> int:
+        """Tokens that the draft's model may have to read before its block."""
+        return min(prefix.length, prefix.length - self._session.cached_length + self._unread)
 
     def _collect_late_answer(self, prefix: Prefix) -> None:
         if self._late is None:
@@ -348,6 +357,7 @@ class Drafting:
             self._session.forget()
         else:
             self._session.cached_length = min(answer.result().cached_length, prefix_length)
+            self._unread = answer.result().unread_tokens
 
     def _nobody(self) -> _Degraded:
         if self._pool.benched:

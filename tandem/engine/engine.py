@@ -530,6 +530,7 @@ class Engine(Generic[JobT]):
                 job.cache_epoch,
                 job.result,
                 cached_length=job.held,
+                unread_tokens=job.unread,
                 work=job.work,
             )
         )

@@ -63,6 +63,11 @@ class Job:
         """Tokens that the next update may build on, for the answer."""
         return self.session.cached_length
 
+    @property
+    def unread(self) -> int:
+        """Tokens of them that are still to be run, for the answer."""
+        return 0
+
 
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 JobT = TypeVar("JobT", bound=Job)

@@ -22,6 +22,8 @@ class Answer:
     """The method's result; None if there is an error, or if a retry of the same item took its place."""
     cached_length: int = 0
     """Tokens that the next update may build on, for a result."""
+    unread_tokens: int = 0
+    """Tokens of the prefix among them that were not run."""
     error: worker_pb2.ItemError | None = None
     work: Work | None = None
     """None where the item was not admitted."""

@@ -24,6 +24,7 @@ import pytest
 import redis
 
 from orchestrator.admission import Admission
+from orchestrator.drafting import SHORT_READ
 from orchestrator.replica_pool import ReplicaPool
 from orchestrator.worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block, check_drafted
@@ -366,6 +367,7 @@ DRAFT_LIES: dict[str, tuple[Lie, str]] = {
     "a longer cache": (_of_proposal(_set(cached_length=2**32 - 1)), ""),
     "a shorter cache": (_of_proposal(_set(cached_length=2)), ""),
     "an empty cache": (_of_proposal(_set(cached_length=0)), ""),
+    "nothing read": (_of_proposal(_set(unread_tokens=2**32 - 1)), ""),
     "every answer twice": (_twice, ""),
     "another epoch": (_each(_set(cache_epoch=77)), "draft_timeout"),
     "another request": (_each(_set(request_id="x")), "draft_timeout"),
@@ -412,10 +414,13 @@ def test_a_draft_that_lies(lied_to: grpc.Channel, draft: LyingWorker, truth: tup
 
 
 class _LateWithLongBlocks:
-    """A lie that keeps back the first `count` blocks of more than one token until their rounds go on without them."""
+    """A lie that keeps back the first `count` blocks of more than one token until their rounds go on without them, once
+    `before` others have passed. All answers say that so many tokens are `unread`, as blocks do that no model made."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, before: int = 0, unread: int = 0) -> None:
         self._left = count
+        self._before = before
+        self._unread = unread
         self._verified = 0
         self._heard = threading.Condition()
 
@@ -426,7 +431,11 @@ class _LateWithLongBlocks:
             self._heard.notify_all()
 
     def __call__(self, batch: draft_pb2.ProposalBatch) -> Iterable[draft_pb2.ProposalBatch]:
-        if self._left and any(len(item.proposal.tokens) > 1 for item in batch.items):
+        for item in batch.items:
+            item.proposal.unread_tokens = self._unread
+        if self._before:
+            self._before -= 1
+        elif self._left and any(len(item.proposal.tokens) > 1 for item in batch.items):
             self._left -= 1
             with self._heard:
                 before = self._verified
@@ -475,6 +484,36 @@ def test_a_draft_that_is_late_is_asked_for_shorter_blocks_and_for_longer_ones_ag
             assert stats.shortened_rounds >= 12
             return
         assert time.monotonic() < deadline, asked
+
+
+def _speculation(
+    lied_to: grpc.Channel, liars: dict[str, LyingWorker], lie: _LateWithLongBlocks, prompt: list[int]
+) -> Any:
+    liars["draft"].lie, liars["target"].heard = lie, lie.verifies
+    try:
+        return generate(lied_to, prompt, **{**CANARY, "max_tokens": 60, "num_speculative_tokens": 5}).speculation
+    finally:
+        liars["target"].heard = lambda batch: None
+
+
+def test_a_draft_whose_model_has_a_long_prompt_to_read_is_not_asked_for_less(
+    lied_to: grpc.Channel, liars: dict[str, LyingWorker], draft: LyingWorker
+) -> None:
+    """The first block came from elsewhere at no time, and for the second the model reads the prompt."""
+    prompt = TOKENS * (1 + SHORT_READ // len(TOKENS))
+    stats = _speculation(lied_to, liars, _LateWithLongBlocks(1, before=1, unread=len(prompt)), prompt)
+    assert "draft_timeout" in stats.degraded_reasons
+    assert "draft_shortened" not in stats.degraded_reasons
+    assert stats.shortened_rounds == 0
+
+
+def test_blocks_that_no_model_made_do_not_make_them_longer_again(
+    lied_to: grpc.Channel, liars: dict[str, LyingWorker], draft: LyingWorker
+) -> None:
+    deadline = time.monotonic() + 60
+    while not (stats := _speculation(lied_to, liars, _LateWithLongBlocks(2, unread=1), PROMPT)).shortened_rounds:
+        assert time.monotonic() < deadline, stats  # late with a single token, too, on a slow machine
+    assert len(stats.draft_tokens_per_position) == 1
 
 
 def test_a_draft_of_another_vocabulary_comes_back(

@@ -51,12 +51,13 @@ async def test_a_block_of_ngrams_needs_no_forward_and_its_prefix_is_read_afterwa
     first = await draft.ask(propose_item("a", 0, COPYING, 0, 4, sampling=GREEDY))
     assert [each.token_id for each in first.result] == [*COPYING[5:9]]
     assert (first.work.steps, first.work.source, first.cached_length) == (0, "ngram", COPYING.size + 4)
+    assert first.unread_tokens == COPYING.size
     await everything_read(draft.engine)
     assert draft.engine.stats.draft.read_tokens == COPYING.size
     # All of the block stood, and what comes then was never said before: the model's turn, with a block's tokens to read.
     tokens = np.concatenate([COPYING, COPYING[5:9], [90, 91]]).astype(np.uint32)
     second = await draft.ask(propose_item("a", 1, tokens, first.cached_length, 3))
-    assert (second.work.source, second.work.prefill_tokens) == ("model", 6)
+    assert (second.work.source, second.work.prefill_tokens, second.unread_tokens) == ("model", 6, 0)
     alone = Client(engines.draft(over_slots(random_model(), max_length=160)))
     expected = await alone.ask(propose_item("a", 0, tokens, 0, 3, sampling=GREEDY))
     assert [each.token_id for each in second.result] == [each.token_id for each in expected.result]
