@@ -56,10 +56,10 @@ class Found:
     goals: Sequence[tables.Goal] = ()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 0 if it could be measured, whatever came out, but for `acceptance`, which fails on a fall."""
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") -> int:
+    """Runs what was asked for, as the command `prog`; 0 if it could be measured, whatever came out, but for `acceptance`, which fails on a fall."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(sys.argv[1:] if arguments is None else arguments, prog)
     if options.command == "plot":
         return _plot(options)
     console = Console(highlight=False)

@@ -19,6 +19,7 @@ from .serving import ServingOptions
 from .simulation import Curve
 
 Options = TypeVar("Options")
+_RESULTS = Path(__file__).resolve().parent / "results"
 COMMANDS = {
     "all": "overhead and pair, quickly (the default)",
     "overhead": "a round beside the models: time, CPU, bytes",
@@ -45,15 +46,15 @@ _QUICK: dict[type, dict[str, Any]] = {
 }
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """No sub-command means `all`."""
+def parse(arguments: Sequence[str], prog: str = "python -m bench") -> argparse.Namespace:
+    """No sub-command means `all`; `prog` is what the usage calls it."""
     if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
         arguments = ["all", *arguments]
-    return _parser().parse_args(arguments)
+    return _parser(prog).parse_args(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Tandem on this machine.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Measure Tandem on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
     add: dict[str, Callable[[argparse.ArgumentParser], None]] = {
         "overhead": _add_overhead,
@@ -223,7 +224,7 @@ def _add_tracing(parser: argparse.ArgumentParser) -> None:
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", help="what other commands wrote with --json")
-    parser.add_argument("--into", type=Path, default=Path("bench/results"), help="folder of the PNG files")
+    parser.add_argument("--into", type=Path, default=_RESULTS, help="folder of the PNG files: bench/results")
 
 
 def _curve(text: str) -> Curve:

@@ -119,7 +119,9 @@ class ModelDrafter:
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""
         rows = [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
-        drawn, confidences = self._draw(logits, rows), self._stop.confidences(logits, rows)
+        drawn, confidences = self._draw(logits, rows), [1.0] * len(jobs)
+        if any(len(job.drafted) + 1 < job.wanted for job in jobs):  # else all blocks are whole with this token
+            confidences = self._stop.confidences(logits, rows)
         if self._ahead is not None and len(jobs) <= self._ahead.slots:
             for job, outlook in zip(jobs, self._ahead.outlooks(logits, rows), strict=True):
                 job.outlooks.append(outlook)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 
 from draft_service.drafter import ProposeJob
 from tandem.acceptance import Drafted, check_drafted
@@ -93,14 +92,24 @@ class NgramDrafter:
 
 def look_up(token_ids: IdArray, count: int) -> tuple[IdArray, int]:
     """Up to `count` tokens that followed the latest earlier occurrence of the longest run that ends `token_ids`, and the
-    length of that run; nothing and 0 where there is none. Linear in their number."""
-    for run in range(min(LONGEST_RUN, token_ids.size - 1), SHORTEST_RUN - 1, -1):
-        windows = sliding_window_view(token_ids[:-1], run)
-        places = np.flatnonzero((windows == token_ids[-run:]).all(axis=-1))
-        if places.size:
-            start = int(places[-1]) + run
-            return token_ids[start : start + count].copy(), run
-    return token_ids[:0], 0
+    length of that run; nothing and 0 where there is none.
+
+    One pass over all tokens for the last one, then only over the places where the run so far was found: the step thread
+    does nothing else meanwhile."""
+    last = token_ids.size - 1
+    ends = np.flatnonzero(token_ids[:last] == token_ids[last:])
+    found, run = ends[:0], 0
+    for length in range(2, min(LONGEST_RUN, last) + 1):
+        ends = ends[ends >= length - 1]
+        ends = ends[token_ids[ends - (length - 1)] == token_ids[last - (length - 1)]]
+        if not ends.size:
+            break
+        if length >= SHORTEST_RUN:
+            found, run = ends, length
+    if not run:
+        return token_ids[:0], 0
+    start = int(found[-1]) + 1
+    return token_ids[start : start + count].copy(), run
 
 
 def _certain(token_id: int) -> Drafted:

@@ -9,7 +9,8 @@ Exactness does not depend on any of this. A choice is a function of the item's p
 prefix has decided them: of a block that was cut off by a rejection, the tokens behind it are never looked at, since they
 were drawn with the randomness of positions that are still to come. So given the prefix, the choice is fixed, the block's
 tokens are draws from the q that is sent with them, and each token of the output has the target's law. No clock and no other
-request has a say in it either: the same request with the same seed and gamma makes the same choices.
+request has a say in it either: a request of which no round was late or repeated, and that stayed at one draft, makes the same choices
+with the same seed and gamma. One that is resumed, or goes to another draft, begins anew.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Sources:
         self._proposed: _Block | None = None
         self._found: _Block | None = None
         """What n-grams had for the same prefix."""
+        self._chosen: tuple[tuple[int, int], bool] | None = None
+        """The last choice between two, and for which prefix and size of a block: a retry is no other block."""
         self._without_model = 0
         self._interval = _FIRST_INTERVAL
 
@@ -111,7 +114,13 @@ class Sources:
         self._found = _Block(prefix_length, np.array(found, dtype=np.uint32), run) if found else None
         if not found:
             return False
-        ngram = _rate(self._ngram[run].value, len(found), 0.0)
+        asked = (prefix_length, wanted)
+        if self._chosen is None or self._chosen[0] != asked:
+            self._chosen = asked, self._choose(len(found), run, wanted)
+        return self._chosen[1]
+
+    def _choose(self, found: int, run: int, wanted: int) -> bool:
+        ngram = _rate(self._ngram[run].value, found, 0.0)
         if _rate(self._model.value, wanted, _STEP_COST) > ngram:
             self._without_model, self._interval = 0, _FIRST_INTERVAL
             return False

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace, _environment: Mapping[str, str]) -> int:
     try:
         bench = importlib.import_module("bench.__main__")
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tandem.v1"):
+            raise CliError("the stubs are missing: run `make proto`") from error
         raise CliError(f"`tandem bench` needs the extras `worker` and `cli`: {error}") from error
-    code: int = bench.main(arguments.arguments)
+    code: int = bench.main(arguments.arguments, prog="tandem bench")
     return code

@@ -19,6 +19,7 @@ def test_what_follows_is_the_measurements_own(capsys: pytest.CaptureFixture[str]
         main(["bench", "--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
+    assert "usage: tandem bench" in printed
     assert all(f"    {name} " in printed for name in COMMANDS)
 
 
@@ -36,6 +37,17 @@ def test_without_the_repository_it_says_what_is_missing(
     monkeypatch.setattr(tandem, "__file__", str(tmp_path / "site-packages" / "tandem" / "__init__.py"))
     assert main(["bench", "overhead"]) == FAILURE
     assert "`tandem bench` needs a checkout" in capsys.readouterr().err
+
+
+def test_without_stubs_it_says_how_to_make_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bench.__main__", "bench.overhead"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delattr(name, raising=False)
+    monkeypatch.setitem(sys.modules, "tandem.v1", None)
+    assert main(["bench", "overhead"]) == FAILURE
+    assert "make proto" in capsys.readouterr().err
 
 
 def test_plots_without_their_extra(

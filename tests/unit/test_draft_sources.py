@@ -72,6 +72,20 @@ def test_the_model_gets_trials_at_growing_intervals_and_comes_back() -> None:
     assert set(drafted[-6:]) == {MODEL}
 
 
+def test_a_retry_of_a_trial_is_that_trial() -> None:
+    request, rounds = Request(), 0
+    while not request.stats.trials:
+        prefix = np.array(request.prefix, dtype=np.uint32)
+        request.sources.observe(prefix)
+        chosen = {request.sources.prefers_ngram(prefix.size, FOUND, RUN, WANTED) for _ in range(3)}
+        assert chosen == {not request.stats.trials}
+        request.prefix += [*FOUND[:2], 7]
+        rounds += 1
+    once = Request()
+    assert [once.round(ngram_right=2, model_right=0) for _ in range(rounds)][-1] == MODEL
+    assert once.stats.trials == request.stats.trials == 1
+
+
 def test_a_model_that_could_not_be_better_gets_no_trial() -> None:
     request = Request(wanted=WANTED)
     for _ in range(300):

@@ -51,6 +51,22 @@ def test_the_block_is_what_followed_the_same_run_before(
     assert (run > 0) == bool(expected)
 
 
+def test_it_is_so_for_every_text() -> None:
+    """Against the definition, word by word."""
+    rng, runs = np.random.default_rng(8), set()
+    for _ in range(400):
+        text = rng.integers(0, rng.integers(1, 7), rng.integers(1, 40)).tolist()
+        expected, expected_run = [], 0
+        for run in (2, 3, 4):
+            starts = [start for start in range(len(text) - run) if text[start : start + run] == text[-run:]]
+            if starts:
+                expected, expected_run = text[starts[-1] + run :][:5], run
+        found, run = look_up(ids(*text), 5)
+        assert (found.tolist(), run) == (expected, expected_run), text
+        runs.add(run)
+    assert runs == {0, 2, 3, 4}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
