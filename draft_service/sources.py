@@ -11,6 +11,9 @@ were drawn with the randomness of positions that are still to come. So given the
 tokens are draws from the q that is sent with them, and each token of the output has the target's law. No clock and no other
 request has a say in it either: a request of which no round was late or repeated, and that stayed at one draft, makes the same choices
 with the same seed and gamma. One that is resumed, or goes to another draft, begins anew.
+
+Where a request's sampling is changed, rounds are dropped, and their positions drawn again with the same randomness. So a prefix
+that ends before the one that came last makes a request forget what it has learnt.
 """
 
 from __future__ import annotations
@@ -81,6 +84,11 @@ class Sources:
     def __init__(self, stats: DraftStats) -> None:
         """`stats` is shared by all requests."""
         self._stats = stats
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = 0
+        """Length of the prefix that came last."""
         self._model = Share(_MODEL_PRIOR)
         self._ngram = {run: Share(_NGRAM_PRIORS[run]) for run in range(SHORTEST_RUN, LONGEST_RUN + 1)}
         self._proposed: _Block | None = None
@@ -93,6 +101,9 @@ class Sources:
 
     def observe(self, prefix: IdArray) -> None:
         """The next item's prefix, which tells what became of the last block."""
+        if prefix.size < self._seen:
+            self._forget()
+        self._seen = prefix.size
         if self._proposed is not None and self._proposed.start < prefix.size:
             accepted, rejected = self._proposed.outcome(prefix)
             if not self._proposed.run:

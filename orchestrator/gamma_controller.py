@@ -73,7 +73,7 @@ class GammaPolicy(Protocol):
         """After a round that got the block it asked for: the acceptance probability of each position reached."""
 
     def finish(self) -> None:
-        """The request is over."""
+        """The request has come to its end, and every round that was observed counts."""
 
 
 class FixedGamma:

@@ -24,7 +24,7 @@ from .errors import Overloaded, RequestFailed, Unavailable
 from .metered_call import MeteredCall
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
-from .request import MAX_COMPLETIONS, GenerationPlan, is_known_id, plan_generation
+from .request import MAX_COMPLETIONS, GenerationPlan, Limits, is_known_id, plan_generation
 from .runtime import Runtime
 from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
@@ -198,7 +198,9 @@ class Generations:
         self, session: Session, ownership: Ownership, completion: Completion, recorder: RequestRecorder
     ) -> AsyncGenerator[api.GenerateResponse]:
         runtime, name, plan = self._runtime, session.worker_session, session.plan
-        size = runtime.limits().vocabulary_size
+        # Once: the only target may be away for a moment when the sampling is changed.
+        limits = runtime.limits()
+        size = limits.vocabulary_size
         digests = block_digests(plan.prompt, plan.cache_salt)
         drafting = Drafting(
             name, runtime.drafts, plan.sampling, runtime.drafting_policy, size, plan.cache_salt, digests
@@ -207,7 +209,7 @@ class Generations:
         try:
             while True:
                 try:
-                    stretch = self._stretch(session, ownership, completion, drafting, scoring, recorder)
+                    stretch = self._stretch(session, ownership, completion, drafting, scoring, recorder, limits)
                     async with aclosing(stretch) as responses:
                         async for response in responses:
                             yield response
@@ -231,29 +233,30 @@ class Generations:
         drafting: Drafting,
         scoring: Scoring,
         recorder: RequestRecorder,
+        limits: Limits,
     ) -> AsyncGenerator[api.GenerateResponse]:
         """The rounds under one sampling. Raises ConfigChanged where it is changed."""
         runtime, plan, statistics = self._runtime, session.plan, recorder.statistics
         # The targets of another orchestrator, where the request began or was changed, may take longer blocks.
-        gamma_limit = min(plan.num_speculative_tokens, runtime.limits().max_speculative_tokens)
+        gamma_limit = min(plan.num_speculative_tokens, limits.max_speculative_tokens)
         plan = dataclasses.replace(plan, num_speculative_tokens=gamma_limit)
         gamma = runtime.gamma_policy(plan)
         decoder = Decoder(
             plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
         )
         drafted = statistics.drafted
-        try:
-            async with aclosing(decoder.rounds()) as rounds:
-                async for emitted in rounds:
-                    response = _response(emitted)
-                    response.draft_tokens = statistics.drafted - drafted
-                    drafted = statistics.drafted
-                    if completion.finish_reason is not None:
-                        response.finish.CopyFrom(_finish(plan, completion, statistics))
-                        await self._end(session, ownership, decoder.epoch, response)
-                    yield response
-        finally:
-            gamma.finish()
+        async with aclosing(decoder.rounds()) as rounds:
+            async for emitted in rounds:
+                response = _response(emitted)
+                response.draft_tokens = statistics.drafted - drafted
+                drafted = statistics.drafted
+                if completion.finish_reason is not None:
+                    response.finish.CopyFrom(_finish(plan, completion, statistics))
+                    await self._end(session, ownership, decoder.epoch, response)
+                yield response
+        # Only where no round was dropped that it has observed: those that follow a change, or a resumption, draw the same positions
+        # with the same randomness, on which their choice may not depend.
+        gamma.finish()
 
     async def _reread(self, session: Session, ownership: Ownership) -> tuple[Session, Ownership]:
         session = await self._runtime.sessions.reread(session, ownership)

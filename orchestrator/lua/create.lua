@@ -14,7 +14,8 @@
 local fence, claim, epoch, length, fingerprint =
   unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'fingerprint'))
 if fence then
-  if claim == ARGV[1] and epoch == '0' then return 2 end
+  -- Its caller knows only now that it is the owner, but somebody may have changed the session already, and raised the epoch.
+  if claim == ARGV[1] and fence == '1' then return 2 end
   return {'exists', tonumber(fence), tonumber(epoch), tonumber(length), fingerprint}
 end
 -- SET replaces what an evicted session may have left under this key.

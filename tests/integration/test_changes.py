@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from orchestrator.completion import Completion, FinishReason
 from orchestrator.decoder import Decoder
 from orchestrator.drafting import DRAFT, Drafting, DraftingPolicy, DraftPool
 from orchestrator.gamma_controller import FixedGamma
+from orchestrator.generation import Generations
 from orchestrator.metrics import Metrics
 from orchestrator.recorder import RequestRecorder
 from orchestrator.request import GenerationPlan
 from orchestrator.round_costs import RoundCosts
+from orchestrator.session import Session
 from orchestrator.session_store import ConfigChanged, Ownership, SessionStore, StoreConfig
 from orchestrator.speed_estimate import SpeedEstimate
 from tandem import wire
@@ -69,11 +72,17 @@ async def store(one_redis_server: RedisServer) -> AsyncIterator[SessionStore]:
 
 
 def decoder(store: SessionStore, ownership: Ownership, completion: Completion, scoring: Counting) -> Decoder:
-    drafts = DraftPool([], DRAFT, lambda _: None, lambda: None, ClientFiles())
-    drafting = Drafting("r", drafts, PLAN.sampling, DraftingPolicy(1.0, 1.0, look_ahead=False), 512)
-    recorder = RequestRecorder("r", Metrics(CollectorRegistry()), None)
     gamma = FixedGamma(0, SpeedEstimate(RoundCosts()))
-    return Decoder(PLAN, completion, drafting, scoring, gamma, store, ownership, b"", recorder)  # type: ignore[arg-type]
+    return Decoder(PLAN, completion, drafting(), scoring, gamma, store, ownership, b"", recorder())  # type: ignore[arg-type]
+
+
+def drafting() -> Drafting:
+    drafts = DraftPool([], DRAFT, lambda _: None, lambda: None, ClientFiles())
+    return Drafting("r", drafts, PLAN.sampling, DraftingPolicy(1.0, 1.0, look_ahead=False), 512)
+
+
+def recorder() -> RequestRecorder:
+    return RequestRecorder("r", Metrics(CollectorRegistry()), None)
 
 
 def changed_in(store: SessionStore, epoch: int, *, stored: bool) -> Callable[..., Any]:
@@ -125,3 +134,48 @@ async def test_a_last_round_that_is_stored_ends_the_request(
     assert again is not None
     await store.finish(again, again.epoch, b"finish")
     await store.delete(again)
+
+
+class Learning(FixedGamma):
+    """Notes how many rounds it had observed when it handed on what it had learnt."""
+
+    observed = 0
+    handed_on: int | None = None
+
+    def observe(self, *_: Any) -> None:
+        self.observed += 1
+
+    def finish(self) -> None:
+        self.handed_on = self.observed
+
+
+@pytest.mark.parametrize("changed", [True, False])
+async def test_what_was_seen_of_a_dropped_round_is_not_handed_on(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    ownership = await store.create("r", b"print", FORMER, PLAN.prompt, "A")
+    if changed:
+        monkeypatch.setattr(store, "commit", changed_in(store, 2, stored=False))
+    gamma = Learning(0, SpeedEstimate(RoundCosts()))
+    runtime = SimpleNamespace(store=store, gamma_policy=lambda _: gamma)
+    limits = SimpleNamespace(max_speculative_tokens=0)
+    completion = Completion(PLAN, lambda ids: "x" * len(ids))
+    stretch = Generations(runtime, SimpleNamespace())._stretch(  # type: ignore[arg-type]
+        Session(PLAN, "model", ownership),
+        ownership,
+        completion,
+        drafting(),
+        Counting(),
+        recorder(),
+        limits,  # type: ignore[arg-type]
+    )
+    ids: list[int] = []
+    try:
+        async for response in stretch:
+            ids += [token.token_id for token in response.tokens]
+    except ConfigChanged:
+        assert changed
+    assert ids == [3, 4, 5, 6][: 2 if changed else 4]
+    assert gamma.observed == (3 if changed else 4), "its acceptance was known before its commit failed"
+    assert gamma.handed_on == (None if changed else 4)
+    await store.delete(ownership)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -411,6 +412,22 @@ class TestLostReplies:
         again = (await far_store.reread(ownership)).ownership
         assert again is not None
         await far_store.commit(again, again.epoch, 3, encode(4))
+
+    async def test_create_before_a_change(self, store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It had succeeded, its answer was lost, and somebody was faster with an update than its caller with the repetition."""
+        claim = b"c" * 16
+        monkeypatch.setattr(secrets, "token_bytes", lambda _: claim)
+        first = await create(store)
+        before = await store.read("r")
+        assert before is not None
+        await store.update(before, b"another")
+        assert await create(store) == first
+        with pytest.raises(ConfigChanged):
+            await store.commit(first, 0, 3, encode(4))
+        assert (await store.reread(first)).config == b"another"
+        claim = b"d" * 16
+        with pytest.raises(AlreadyExists):
+            await create(store)
 
     async def test_a_commit_from_before_a_change(self, far_store: SessionStore, lose_reply: Callable[[], None]) -> None:
         """Stored, its answer lost, then a change: who repeats it is told of the change, and where the tokens end."""

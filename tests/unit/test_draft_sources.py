@@ -120,6 +120,24 @@ def test_the_choice_looks_at_no_token_that_a_rejection_cut_off() -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("stood", [0, 2, 4])
+def test_a_prefix_that_goes_back_takes_along_all_that_was_learnt_of_what_was_dropped(stood: int) -> None:
+    """Its positions are drawn again, with the same randomness. Rounds at 3, on, and at 3 again: as if for the first time."""
+    for run in (2, 3, 4):
+        request, fresh = Request(), Request()
+        for _ in range(40):
+            request.round(ngram_right=stood, model_right=4 - stood)
+        before = np.array(fresh.prefix, dtype=np.uint32)
+        for _ in range(30):
+            choices = []
+            for each in (request.sources, fresh.sources):
+                each.observe(before)
+                choices.append(each.prefers_ngram(before.size, FOUND, run, WANTED))
+                each.proposed(before.size, FOUND if choices[-1] else DRAFTED, run if choices[-1] else 0)
+            assert choices[0] == choices[1]
+            before = np.concatenate([before, FOUND[:2], DRAFTED[:1]]).astype(np.uint32)
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 9])
 def test_a_share_is_between_what_was_expected_and_what_was_seen(accepted: int) -> None:
     share = Share(0.5)
