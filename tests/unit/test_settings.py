@@ -11,7 +11,7 @@ from orchestrator.config import OrchestratorConfig
 from tandem import config
 from tandem.cli import variables
 from tandem.config import ConfigError
-from tandem.engine.ranks import Ranks, ranks_from
+from tandem.engine.ranks import ALONE, Ranks, ranks_from
 from target_service.config import TargetConfig
 
 NEEDED = {
@@ -75,12 +75,40 @@ def test_each_service_reads_its_own_variables_and_those_that_it_shares() -> None
     assert (target.slots, target.threads, target.metrics_listen, target.log_level) == (4, 2, "0.0.0.0:9090", "DEBUG")
 
 
-@pytest.mark.parametrize(("wanted", "started"), [(2, {}), (1, {"WORLD_SIZE": "4", "RANK": "0"})])
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("wanted", "started"), [(2, {}), (1, {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "0"})])
 def test_as_many_ranks_as_are_started(wanted: int, started: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"TANDEM_TARGET_TENSOR_PARALLEL: {wanted} means"):
         ranks_from(started, wanted, "TANDEM_TARGET_TENSOR_PARALLEL")
-    environ = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    environ = {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     assert ranks_from(environ, 2, "TANDEM_TARGET_TENSOR_PARALLEL") == Ranks(2, 1, 1)
+
+
+@pytest.mark.parametrize("size", ["", "8", "many"])
+def test_a_target_alone_is_alone_whatever_another_launcher_says(size: str) -> None:
+    assert ranks_from({"WORLD_SIZE": size, "RANK": "3"}, 1, "TANDEM_TARGET_TENSOR_PARALLEL") == ALONE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", ""),
+        ("WORLD_SIZE", "-2"),
+        ("RANK", "one"),
+        ("RANK", None),
+        ("RANK", "2"),
+        ("LOCAL_RANK", "x"),
+        ("MASTER_ADDR", None),
+        ("MASTER_PORT", ""),
+    ],
+)
+def test_what_a_launcher_left_out_is_named(name: str, value: str | None) -> None:
+    whole = {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", name: value}
+    environ = {key: text for key, text in whole.items() if text is not None}
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        ranks_from(environ, 2, "TANDEM_TARGET_TENSOR_PARALLEL")
 
 
 def test_the_command_line_knows_every_variable_of_the_services() -> None:
