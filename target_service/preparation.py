@@ -38,8 +38,9 @@ def prepare(settings: TargetConfig) -> Prepared:
 
 def run_part(settings: TargetConfig) -> int:
     """Runs a part of the model for rank 0, and returns the exit status."""
+    options = _options(settings)
     try:
-        lm, group = loading.load_part(_options(settings))
+        lm, group = loading.load_part(options)
         # Rank 0 gets the signals too, and ends when its requests have: torchrun sends them to all.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,6 +48,11 @@ def run_part(settings: TargetConfig) -> int:
         follow(lm, group)
     except (ModelError, RankLost) as error:
         logger.error("%s", error)
+        return 1
+    except Exception:
+        # Whatever it is, only the end of this process tells rank 0, and an interpreter that takes torch down in order may
+        # wait for kernels that wait for rank 0.
+        logger.exception("part %d is broken", options.ranks.rank)
         return 1
     logger.info("stopped")
     return 0

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.engine.faults import PieceNotFinite
 from tandem.engine.feed import Feed
 from tandem.engine.slot_cache import LayerShape, SlotCache, StepView
 
@@ -59,7 +60,7 @@ class CausalLM:
         """Runs the feeds, of different sessions, and stores their keys and values.
 
         Returns the wanted logits, float32 [sum of rows, padded vocabulary], in the order of the feeds. Adjacent slots
-        in rising order are the fast case. Raises ArithmeticError where a piece of a prefill, whose logits nobody reads,
+        in rising order are the fast case. Raises PieceNotFinite where a piece of a prefill, whose logits nobody reads,
         left keys and values that aren't numbers: they would outlast their request, as a prefix for others to share.
         """
         batch = len(feeds)
@@ -159,7 +160,7 @@ def _check_pieces(logits: torch.Tensor, feeds: Sequence[Feed]) -> None:
     pieces = [index for index, feed in enumerate(feeds) if not feed.rows]
     # Less than infinity is any number, and minus infinity, which some models have for ids that no token has.
     if pieces and not bool((logits[pieces, -1] < torch.inf).all()):
-        raise ArithmeticError("a piece of a prefill gave logits that are not finite")
+        raise PieceNotFinite("a piece of a prefill gave logits that are not finite")
 
 
 def _wanted_rows(logits: torch.Tensor, feeds: Sequence[Feed], keep: int) -> torch.Tensor:

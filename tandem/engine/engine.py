@@ -149,10 +149,11 @@ class Engine(Generic[JobT]):
         """Starts the step thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the step thread; what runs is dropped."""
-        self._thread.stop(_STOP_SECONDS)
+    def stop(self) -> bool:
+        """Ends the step thread; what runs is dropped. False if it hangs in a step."""
+        stopped = self._thread.stop(_STOP_SECONDS)
         self._compiler.shutdown(wait=False, cancel_futures=True)
+        return stopped
 
     def submit(self, stream: Stream, items: Sequence[WorkItem]) -> None:
         """Takes items; each is answered once through `stream.deliver`, unless the stream is closed first."""

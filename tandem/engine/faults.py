@@ -11,6 +11,10 @@ class ModelError(Exception):
     """A model can't be loaded or can't be served by this engine; one line that says why."""
 
 
+class PieceNotFinite(ArithmeticError):
+    """A piece of a prefill left keys and values that aren't numbers; the forward itself was run to its end."""
+
+
 class ItemFault(Exception):
     """One item can't be served; `reason` is an ErrorReason, the message is for the operator and holds no tokens."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -87,11 +86,10 @@ class ServedModel:
     group: RankGroup | None = None
     """The ranks that this one leads."""
 
-    def end(self) -> None:
-        """Lets the other ranks end, if there are any; the engine has stopped."""
+    def end(self, *, stopped: bool) -> None:
+        """Lets the other ranks end, if there are any; `stopped` says that the engine's thread has ended."""
         if self.group is not None:
-            with contextlib.suppress(RankLost):
-                self.group.end()
+            self.group.end(in_step=stopped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,13 @@ def load(options: ModelOptions) -> ServedModel:
 
     Raises ModelError.
     """
+    try:
+        return _load_to_serve(options)
+    except RankLost as error:
+        raise ModelError(str(error)) from error
+
+
+def _load_to_serve(options: ModelOptions) -> ServedModel:
     loaded = _load(options)
     model, group = loaded.model, loaded.group
     lm = loaded.lm if group is None else LeadingLM(loaded.lm, group)
@@ -132,7 +137,7 @@ def load(options: ModelOptions) -> ServedModel:
 
 
 def load_part(options: ModelOptions) -> tuple[CausalLM, RankGroup]:
-    """The part of the model of a rank that another one leads. Raises ModelError."""
+    """The part of the model of a rank that another one leads. Raises ModelError or RankLost."""
     loaded = _load(options)
     assert loaded.group is not None
     return loaded.lm, loaded.group
@@ -149,8 +154,10 @@ def _load(options: ModelOptions) -> _OverSlots:
         # that is 2.4 times slower, with the same bits. On a GPU the other way would miss the fast kernels.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     dtype = _dtype(options.dtype, device)
-    group = RankGroup(options.ranks, device) if options.ranks.several else None
+    group = _joined(options.ranks, device) if options.ranks.several else None
     model, tokenizer = _from_pretrained(options, dtype, device)
+    if group is not None:
+        group.least(0)  # they may load at different speeds, and what is computed together has a limit
     config = model.config.get_text_config()
     pattern = _attention_pattern(config)
     probe = _probe(model)
@@ -172,6 +179,13 @@ def _load(options: ModelOptions) -> _OverSlots:
     return _OverSlots(model, tokenizer, lm, group)
 
 
+def _joined(ranks: Ranks, device: torch.device) -> RankGroup:
+    try:
+        return RankGroup(ranks, device)
+    except Exception as error:  # torch has many kinds for what goes wrong between processes
+        raise ModelError(f"rank {ranks.rank} can't join the other {ranks.count - 1}: {_one_line(error)}") from error
+
+
 def _device(name: str, ranks: Ranks) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,11 +194,16 @@ def _device(name: str, ranks: Ranks) -> torch.device:
             raise ModelError(
                 f"device {name!r} is one alone, for {ranks.count} ranks: cpu, cuda and auto give each its own"
             )
+        if name == "cpu" and torch.accelerator.is_available():
+            raise ModelError(
+                "device 'cpu' for several ranks: their parts go to the GPU that is there; hide it from them"
+            )
         if name == "cuda":
             name = f"cuda:{ranks.local_rank}"
-            torch.cuda.set_device(ranks.local_rank)
     try:
         device = torch.device(name)
+        if ranks.several and device.type == "cuda":
+            torch.cuda.set_device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {name!r} can't be used: {_one_line(error)}") from error

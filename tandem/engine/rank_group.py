@@ -3,15 +3,17 @@
 What a step needs is small, so it is broadcast: a command of fixed size, and the tokens after it. Each rank then runs the same
 code over its own part of the weights and of the cache, and transformers' tensor-parallel layers put the parts together.
 
-A rank that is gone takes the others with it. Rank 0 waits for each of them all the time, so it learns of it when nothing is
+A rank that is gone takes the others with it, and so does a fault of one rank alone in what all compute: the others would wait
+for its part, or take a later one for it. Rank 0 waits for each of them all the time, so it learns of it when nothing is
 running, too; the others wait for rank 0's next command.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.engine.causal_lm import CausalLM
+from tandem.engine.faults import PieceNotFinite
 from tandem.engine.feed import Feed
 from tandem.engine.ranks import Ranks
 
@@ -30,6 +33,8 @@ _FOR_EVER = timedelta(days=3650)
 """A service may have nothing to do for long."""
 _LONGEST_WAIT = timedelta(minutes=10)
 """For the parts of a forward, and for one another while the model loads."""
+_END_SECONDS = 2.0
+"""For the last command: it is a courtesy, the others end by the closed connection, too."""
 _COMMAND_NUMBERS = 5
 _FEED_NUMBERS = 4
 
@@ -57,12 +62,29 @@ class RankGroup:
         self._commands = dist.new_group(backend="gloo", timeout=_FOR_EVER)
         self._lives = dist.new_group(backend="gloo", timeout=_FOR_EVER)
         self._ended = False
+        self._lost = ""
+        """Why the ranks can't go on together, once they can't."""
 
     def least(self, number: int) -> int:
-        """The least of what the ranks say; all must ask."""
+        """The least of what the ranks say; all must ask, and each waits for all, as long as it takes. Raises RankLost."""
         found = torch.tensor([number])
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._commands)
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._commands)
+        except RuntimeError as error:
+            raise self._lose(error) from error
         return int(found)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks compute with one another. Where it fails on this one, the others are in the midst of it and
+        can't be called back: RankLost, and nothing is sent any more."""
+        try:
+            yield
+        except (PieceNotFinite, RankLost):
+            raise  # the one after the last exchange, on all ranks; the other has been noted
+        except Exception as error:
+            self._lost = f"rank {self.ranks.rank} failed in what all of them run"
+            raise RankLost(self._lost) from error
 
     def send(self, command: _Command, *numbers: int) -> None:
         """Tells the others what comes. Rank 0 only."""
@@ -84,23 +106,38 @@ class RankGroup:
         for rank in range(1, self.ranks.count):
             threading.Thread(target=self._wait_for_end, args=(rank, lost), name=f"rank {rank}", daemon=True).start()
 
-    def end(self) -> None:
-        """Lets the others end. Rank 0 only."""
+    def end(self, *, in_step: bool) -> None:
+        """Lets the others end, or leaves them to the end of the connection unless they are `in_step`: at the next command, with
+        nobody in this process who sends another. Waits a moment at most. Rank 0 only."""
         self._ended = True
-        self.send(_Command.END)
+        if in_step and not self._lost:
+            thread = threading.Thread(target=self._send_end, name="end", daemon=True)
+            thread.start()
+            thread.join(_END_SECONDS)
+
+    def _send_end(self) -> None:
+        with contextlib.suppress(RankLost):
+            self.send(_Command.END)
 
     def _broadcast(self, numbers: torch.Tensor) -> None:
+        if self._lost:
+            raise RankLost(self._lost)
         try:
             dist.broadcast(numbers, 0, group=self._commands)
         except RuntimeError as error:
-            raise RankLost(f"a rank of {self.ranks.count} is gone: {str(error).splitlines()[0]}") from error
+            raise self._lose(error) from error
+
+    def _lose(self, error: RuntimeError) -> RankLost:
+        self._lost = f"a rank of {self.ranks.count} is gone: {str(error).splitlines()[0]}"
+        return RankLost(self._lost)
 
     def _wait_for_end(self, rank: int, lost: Callable[[str], None]) -> None:
         try:
             dist.recv(torch.empty(1), rank, group=self._lives)  # never sent: it ends with the connection
         except RuntimeError:
             if not self._ended:
-                lost(f"rank {rank} of {self.ranks.count} is gone")
+                self._lost = f"rank {rank} of {self.ranks.count} is gone"
+                lost(self._lost)
 
 
 class LeadingLM:
@@ -126,12 +163,13 @@ class LeadingLM:
         return self._lm.padded_vocabulary_size
 
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """As CausalLM's."""
+        """As CausalLM's, and RankLost."""
         token_ids = np.concatenate([feed.token_ids for feed in feeds])
-        self._group.send(_Command.FORWARD, len(feeds), token_ids.size)
         numbers = [number for feed in feeds for number in (feed.slot, feed.start, feed.token_ids.size, feed.rows)]
-        self._group.send_numbers([*numbers, *token_ids.tolist()])
-        return self._lm.forward(feeds)
+        with self._group.together():
+            self._group.send(_Command.FORWARD, len(feeds), token_ids.size)
+            self._group.send_numbers([*numbers, *token_ids.tolist()])
+            return self._lm.forward(feeds)
 
     def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
         """As CausalLM's."""
@@ -148,9 +186,10 @@ class LeadingLM:
         self._lm.synchronize()
 
     def self_test(self) -> None:
-        """Raises whatever the device raises, or RankLost."""
-        self._group.send(_Command.SELF_TEST)
-        self._lm.self_test()
+        """Raises RankLost, whatever the device raises."""
+        with self._group.together():
+            self._group.send(_Command.SELF_TEST)
+            self._lm.self_test()
 
 
 def follow(lm: CausalLM, group: RankGroup) -> None:
@@ -185,5 +224,5 @@ def _feeds(group: RankGroup, count: int, tokens: int) -> list[Feed]:
 def _forward(lm: CausalLM, feeds: Sequence[Feed]) -> Any:
     try:
         lm.forward(feeds)
-    except ArithmeticError:
+    except PieceNotFinite:
         logger.warning("a forward gave logits that are not finite")  # on all ranks: rank 0 tells the request

@@ -35,11 +35,12 @@ class StepThread:
         """Runs `command` in the thread, before the next step; from any thread."""
         self._inbox.put(command)
 
-    def stop(self, timeout: float) -> None:
-        """Ends the thread after the step that runs; waits for it at most `timeout` seconds."""
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread after the step that runs; waits for it at most `timeout` seconds, and says whether it has ended."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -7,7 +7,6 @@ can't be served ends the process with status 1 and one line that names the varia
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import threading
@@ -43,8 +42,8 @@ class Loaded:
 
     model: ServedModel
     engine: Engine[Any]
-    end: Callable[[], None] = lambda: None
-    """Called once the engine has stopped: ends what else belongs to the model."""
+    end: Callable[[bool], None] = lambda _: None
+    """Called once the engine has been stopped, with whether its thread has ended: ends what else belongs to the model."""
 
 
 class WorkerState:
@@ -56,6 +55,8 @@ class WorkerState:
         self.loaded: Loaded | None = None
         self.closed = ""
         """Why there is no service any more."""
+        self.over = asyncio.Event()
+        """Set once there is none."""
         self._max_speculative_tokens = max_speculative_tokens
         self._limits = limits
         self._observer = observer
@@ -100,6 +101,7 @@ class WorkerState:
     def end_streams(self, message: str) -> None:
         """Ends all open streams with UNAVAILABLE, and refuses new calls."""
         self.closed = message
+        self.over.set()
         for stream in self._streams:
             stream.end(grpc.StatusCode.UNAVAILABLE, message)
 
@@ -192,8 +194,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
     finally:
         await asyncio.gather(server.stop(_CLOSE_SECONDS), health.close())
         if state.loaded is not None:
-            state.loaded.engine.stop()
-            state.loaded.end()
+            state.loaded.end(state.loaded.engine.stop())
         if observer is not None:
             observer.stop()
     logger.info("stopped")
@@ -249,11 +250,16 @@ def _settle(future: asyncio.Future[Loaded], loaded: Loaded | None, error: Except
 
 
 async def _drain(state: WorkerState, loaded: Loaded, health: grpc_server.HealthSwitch, seconds: float) -> None:
-    """Refuses new sessions at once, serves those there are until they end or the time is up, then ends the streams."""
+    """Refuses new sessions at once, serves those there are until they end, the time is up or the engine dies, then ends the
+    streams."""
     await health.set(serving=False)
     logger.info("draining: %d sessions, at most %g s", loaded.engine.stats.sessions, seconds)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(loaded.engine.drain(), seconds)
+    ends = [asyncio.create_task(loaded.engine.drain()), asyncio.create_task(state.over.wait())]
+    await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    if state.closed:
+        return
     state.end_streams("the service is shutting down")
 
 

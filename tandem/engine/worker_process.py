@@ -99,7 +99,7 @@ def main(worker: Worker[Any]) -> int:
             engine.stats.draft = prepared.stats
         if prepared.model.group is not None:
             prepared.model.group.watch(partial(_rank_lost, loop, on_death))
-        return Loaded(prepared.model, engine, prepared.model.end)
+        return Loaded(prepared.model, engine, lambda stopped: prepared.model.end(stopped=stopped))
 
     prefix = f"TANDEM_{settings.role.upper()}"
     spec = WorkerSpec(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.support.generation import generate_all, request
+from tandem.grpc_server import LIVENESS
+from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.generation import generate_all, paced_channel, request
 from tests.support.ports import free_port
 from tests.support.reference import Reference
-from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
+from tests.support.services import MODELS, ServiceProcess, running_stack
 
 GAMMAS = (0, 1, 2, 5, 8)
 TOKENS = 8
@@ -27,12 +30,14 @@ def ranks(port: int) -> list[dict[str, str]]:
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
         "TANDEM_TARGET_TENSOR_PARALLEL": "2",
         "TANDEM_TARGET_MODEL": str(MODELS / "tiny-target"),
         "TANDEM_TARGET_PREFILL_CHUNK": "32",
         "TANDEM_TARGET_SLOTS": "8",
         "TANDEM_TARGET_CONTEXT_LENGTH": "128",
         "TANDEM_TARGET_THREADS": "1",
+        "TANDEM_TARGET_RETRY_SECONDS": "2",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
@@ -63,9 +68,23 @@ def test_two_parts_say_what_the_whole_says_until_one_is_gone(
                     for prompt in PROMPTS
                 )
                 assert [answer.ids for answer in generate_all(channel, asked)] == expected
-        follower.kill()
-        _until_not_serving(stack)
-        assert "rank 1 of 2 is gone" in stack.target.log.read_text()
+        with paced_channel(stack.orchestrator.address) as channel:
+            answer = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).Generate(
+                request([5, 9, 300], temperature=0, max_tokens=100, num_speculative_tokens=0)
+            )
+            while not next(answer).tokens:
+                pass
+            follower.kill()
+            with pytest.raises(grpc.RpcError) as ended:
+                list(answer)
+            assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+        _until(lambda: not stack.target.serving(), "the service goes on with half of a model")
+        _until(lambda: not stack.target.serving(LIVENESS), "nobody would start it again")
+        _until(lambda: "rank 1 of 2 is gone" in stack.target.log.read_text(), "it doesn't say which one is gone")
+        assert stack.target.process is not None
+        assert stack.target.process.poll() is None, "it says that it is dead, and leaves its end to who started it"
+        stack.target.signal(signal.SIGTERM)
+        assert stack.target.wait() == 0
 
 
 def test_the_other_rank_ends_with_the_service(parts: tuple[ServiceProcess, dict[str, str]], tmp_path: Path) -> None:
@@ -83,8 +102,8 @@ def test_the_other_rank_ends_with_the_service(parts: tuple[ServiceProcess, dict[
         service.stop()
 
 
-def _until_not_serving(stack: Stack) -> None:
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + 60
-    while stack.target.serving():
-        assert time.monotonic() < deadline, "the service goes on with half of a model"
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.05)

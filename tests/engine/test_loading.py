@@ -118,7 +118,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     assert "custom code" in refused(folder)
 
 
-def test_parts_that_cannot_be_even(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_even(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.from_pretrained(TINY)
     options = ModelOptions(str(TINY), ranks=Ranks(3))
     with pytest.raises(ModelError, match="num_attention_heads is 4, which 3 ranks can't share evenly"):
@@ -127,3 +127,6 @@ def test_parts_that_cannot_be_even(tmp_path: Path) -> None:
         loading._check_parts(AutoConfig.for_model("gpt2"), options)
     with pytest.raises(ModelError, match="one alone, for 3 ranks"):
         loading._device("cuda:1", options.ranks)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ModelError, match="their parts go to the GPU that is there"):
+        loading._device("cpu", options.ranks)

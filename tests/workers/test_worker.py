@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.engine.causal_lm import CausalLM
 from tandem.engine.engine import Engine
 from tandem.engine.faults import ModelError
 from tandem.engine.scheduler import StepLimits
@@ -50,27 +51,34 @@ def spec(load: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Loaded]
     )
 
 
-async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
-    lm = over_slots(random_model())
+def spec_of(lm: CausalLM, ended: list[bool]) -> WorkerSpec:
+    """Of a worker that notes in `ended` whether its engine's thread had ended when the rest of the model was to end."""
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         engine = Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death)
-        return Loaded(SimpleNamespace(name="test", lm=lm), engine)  # type: ignore[arg-type]
+        return Loaded(SimpleNamespace(name="test", lm=lm), engine, ended.append)  # type: ignore[arg-type]
 
+    return spec(load)
+
+
+async def until(channel: grpc.aio.Channel, status: Any, name: str = "") -> None:
+    """Returns when health says so."""
+    health = health_pb2_grpc.HealthStub(channel)
+    for _ in range(3000):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name), wait_for_ready=True)
+        if answer.status == status:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("health never changed")
+
+
+async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
+    lm = over_slots(random_model())
+    ended: list[bool] = []
     address = f"127.0.0.1:{free_port()}"
-    worker = asyncio.create_task(serve(Config(address), spec(load)))
+    worker = asyncio.create_task(serve(Config(address), spec_of(lm, ended)))
     async with grpc.aio.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-
-        async def wait_for(status: Any, name: str = "") -> None:
-            for _ in range(3000):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), wait_for_ready=True)
-                if answer.status == status:
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError("health never changed")
-
-        await wait_for(health_pb2.HealthCheckResponse.SERVING)
+        await until(channel, health_pb2.HealthCheckResponse.SERVING)
         lm.forward = lm.self_test = broken  # type: ignore[method-assign, assignment]
         for _ in range(2):  # the stream on which it died, and any later one
             call = target_pb2_grpc.TargetServiceStub(channel).Verify()
@@ -79,10 +87,27 @@ async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
                 await answers(call, item)
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             assert "the engine died" in str(raised.value.details())
-        await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING, LIVENESS)
+        await until(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await until(channel, health_pb2.HealthCheckResponse.NOT_SERVING, LIVENESS)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(worker, 60) == 0
+    assert ended == [True]
+
+
+async def test_nobody_waits_for_the_sessions_of_an_engine_that_dies_while_it_drains() -> None:
+    lm = over_slots(random_model())
+    address = f"127.0.0.1:{free_port()}"
+    worker = asyncio.create_task(serve(Config(address, drain_seconds=3600), spec_of(lm, [])))
+    async with grpc.aio.insecure_channel(address) as channel:
+        await until(channel, health_pb2.HealthCheckResponse.SERVING)
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        await call.write(target_pb2.VerifyBatch(items=[verify_item("a", 0, random_ids(1, 9), 0, sampling=GREEDY)]))
+        assert (await call.read()).items  # there is a session
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
+        lm.forward = lm.self_test = broken  # type: ignore[method-assign, assignment]
+        await call.write(target_pb2.VerifyBatch(items=[verify_item("a", 1, random_ids(1, 9), 0)]))
+        assert await asyncio.wait_for(worker, 60) == 0
 
 
 async def test_a_model_that_loads_but_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
