@@ -57,8 +57,8 @@ async def test_others_go_on_while_a_form_is_compiled(client: Client, forms: Held
     assert not held.done()
     forms.let.set()
     first, second, bad = await held
-    # The second of the session came behind the first, and took its place.
-    assert [reason(each) for each in (first, second, bad)] == ["CANCELLED", "CACHE_MISS", "INVALID_ARGUMENT"]
+    # The second of the session came behind the first, and took its place; the tokens that it builds on are known from there.
+    assert [reason(each) for each in (first, second, bad)] == ["CANCELLED", "", "INVALID_ARGUMENT"]
 
 
 async def test_what_is_released_or_closed_meanwhile_leaves_nothing(client: Client, forms: HeldForms) -> None:

@@ -242,6 +242,7 @@ async def test_a_prompt_is_paid_for_once_though_its_caller_cancels_and_comes_bac
         admission=Admission(4, 4, 60.0),
         sessions=sessions,
         limits=lambda: limits,
+        limits_of_new=lambda: limits,
         vocabulary=vocabulary,
         target_model=lambda: "m",
         reader_timeout=60.0,
