@@ -86,7 +86,8 @@ def test_greedy_is_token_exact_at_every_gamma(served: Served) -> None:
         assert [result.ids for result in results] == expected, gamma
         assert sum(result.speculation.degraded_rounds for result in results) == 0
         accepted = sum(result.speculation.accepted_tokens for result in results)
-        assert (accepted > 0) == (gamma != "0"), gamma
+        # An adaptive one goes by times, and may find that no block pays.
+        assert gamma == "auto" or (accepted > 0) == (gamma != "0"), gamma
     if "TANDEM_DRAFT_STOP_BELOW" in WAYS[served.way]:
         check_what_drafted(before, served.counts())
 
