@@ -303,9 +303,9 @@ class Drafting:
                 blame = _Blame.SILENCE
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
         self._announced = True
-        # A block that waits for no model is an ordinary one, whatever that has not read.
-        to_read = prefix.length - self._session.cached_length if proposal.unread_tokens else self._to_read(prefix)
-        self.ordinary = opened and to_read <= ORDINARY_TOKENS
+        # What was unread after a block at no time is mostly read since, but for a long prompt.
+        few = prefix.length - self._session.cached_length <= ORDINARY_TOKENS
+        self.ordinary = opened and few and self._to_read(prefix) <= SHORT_READ
         self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
