@@ -156,7 +156,8 @@ def _as_slice(feeds: Sequence[Feed]) -> slice | None:
 
 
 def _check_pieces(logits: torch.Tensor, feeds: Sequence[Feed]) -> None:
-    """What is not a number among the keys and values of a piece is seen by its last token, so by that one's logits."""
+    """What is not a number among the keys and values of a piece is seen by its last token, so by that one's logits, but for
+    the keys of a sliding layer whose window is smaller than the piece."""
     pieces = [index for index, feed in enumerate(feeds) if not feed.rows]
     # Less than infinity is any number, and minus infinity, which some models have for ids that no token has.
     if pieces and not bool((logits[pieces, -1] < torch.inf).all()):
