@@ -151,7 +151,7 @@ class _Run:
         self._spread = spread
         self._constants, self._layout, self._gamma = constants, layout, gamma
         self._targets = [
-            _Device(Gathering(constants.target_forward, MOST_TOKENS) if layout.gather else None)
+            _Device(Gathering(constants.target_forward, lambda: MOST_TOKENS) if layout.gather else None)
             for _ in range(layout.targets)
         ]
         self._drafts = [_Device() for _ in range(layout.drafts)] or self._targets

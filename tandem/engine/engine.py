@@ -130,9 +130,12 @@ class Engine(Generic[JobT]):
             work = SlotWork(lm, self._ledger, self._slots, lambda: self._scheduler.most_tokens)
             idle.attach(work, for_sessions)
         self._gathering: Gathering[Session] | None = (
-            Gathering(limits.forward_cost, limits.decode_tokens) if gather else None
+            Gathering(limits.forward_cost, lambda: min(limits.decode_tokens, self._scheduler.most_tokens))
+            if gather
+            else None
         )
         self._gathering_since: float | None = None
+        self._short_feed = limits.short_feed
         self._jobs: dict[Session, JobT] = {}
         self._waiting_limits = waiting
         self._waiting: dict[Session, float] = {}
@@ -558,8 +561,9 @@ class Engine(Generic[JobT]):
         self.stats.feeds += len(batch.feeds)
         self.stats.tokens += tokens
         self.stats.busy_seconds += seconds
-        if self._gathering is not None:
-            self._gathering.ran(len(batch.feeds) * max(feed.token_ids.size for feed in batch.feeds), seconds)
+        widest = max(feed.token_ids.size for feed in batch.feeds)
+        if self._gathering is not None and widest <= self._short_feed:
+            self._gathering.ran(len(batch.feeds) * widest, seconds)
         step = Step(began_ns, len(batch.jobs), tokens, seconds)
         for job in batch.jobs:
             job.work.took(step)

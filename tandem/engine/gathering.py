@@ -11,7 +11,7 @@ has been back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -61,8 +61,8 @@ class _Pace:
 class Gathering(Generic[KeyT]):
     """Knows who is away and when each one is likely to be back. Times are seconds on any one clock."""
 
-    def __init__(self, cost: Cost, most_tokens: int) -> None:
-        """`most_tokens` is what a forward may have, padded."""
+    def __init__(self, cost: Cost, most_tokens: Callable[[], int]) -> None:
+        """`most_tokens` says what a forward may have at the time, padded."""
         self._cost = cost
         self._most_tokens = most_tokens
         self._paces: dict[KeyT, _Pace] = {}
@@ -87,7 +87,8 @@ class Gathering(Generic[KeyT]):
         self._paces.pop(key, None)
 
     def ran(self, tokens: int, seconds: float) -> None:
-        """A forward of so many padded tokens is over."""
+        """A forward of so many padded tokens is over: one of those that may be waited with, so no chunk of a prefill, which
+        doesn't take what they take by its tokens."""
         scale = seconds / self._cost.seconds(tokens)
         self._scale = scale if self._scale is None else self._scale + _NEW * (scale - self._scale)
 
@@ -119,7 +120,7 @@ class Gathering(Generic[KeyT]):
                 break
             count, widest = count + 1, max(widest, tokens)
             all_of_them, width = len(waiting) + count, max(widest, *waiting)
-            if all_of_them * width > self._most_tokens:
+            if all_of_them * width > self._most_tokens():
                 break
             in_turns = alone + self._forward(count, widest)
             saved = CLEARLY * in_turns - (back - now) - self._forward(all_of_them, width)

@@ -20,7 +20,7 @@ LINEAR = ForwardCost(((1, 1.0), (2, 2.0)))
 
 def gathering(cost: ForwardCost = FREE_TOKENS, forward: float = 1.0) -> Gathering[str]:
     """One whose forwards of a token took `forward` seconds."""
-    made: Gathering[str] = Gathering(cost, MOST_TOKENS)
+    made: Gathering[str] = Gathering(cost, lambda: MOST_TOKENS)
     made.ran(1, forward)
     return made
 
@@ -92,6 +92,16 @@ def test_there_is_no_wait_for_one_who_finds_no_room() -> None:
     assert made.seconds([1] * MOST_TOKENS, 10.0) == 0.0
 
 
+def test_there_is_no_wait_once_memory_holds_no_forward_of_both() -> None:
+    most = 2
+    made: Gathering[str] = Gathering(FREE_TOKENS, lambda: most)
+    made.ran(1, 1.0)
+    come_and_go(made, "b", [0.1] * 40, until=10.0)
+    assert made.seconds([1], 10.0) > 0
+    most = 1
+    assert made.seconds([1], 10.0) == 0.0
+
+
 def test_who_comes_back_at_any_time_is_not_counted_on() -> None:
     made = gathering()
     come_and_go(made, "b", [0.01, 0.9] * 20, until=10.0)
@@ -122,6 +132,7 @@ class UntilTwo:
 
     def __init__(self) -> None:
         self.came: list[float] = []
+        self.ran_tokens: list[int] = []
 
     def seconds(self, waiting: Sequence[int], now: float) -> float:
         return 3600.0 if len(waiting) == 1 else 0.0
@@ -129,9 +140,18 @@ class UntilTwo:
     def arrived(self, session: object, now: float) -> None:
         self.came.append(now)
 
+    def ran(self, tokens: int, seconds: float) -> None:
+        self.ran_tokens.append(tokens)
+
     def answered(self, session: object, tokens: int, now: float) -> None: ...
-    def ran(self, tokens: int, seconds: float) -> None: ...
     def ended(self, session: object) -> None: ...
+
+
+class NoWait(UntilTwo):
+    """Lets no step wait."""
+
+    def seconds(self, waiting: Sequence[int], now: float) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -174,6 +194,17 @@ async def test_an_item_came_when_it_was_sent_whatever_ran_then(engines: Engines)
     await asyncio.gather(running, waiting)
     assert len(times.came) == 2
     assert max(times.came) <= sent
+
+
+async def test_what_forwards_take_is_not_learnt_from_chunks_of_prefill(engines: Engines) -> None:
+    engine = engines.target(over_slots(random_model(), max_length=250), prefill_chunk=64, gather=True)
+    client, times = Client(engine), NoWait()
+    await engine.call(lambda: setattr(engine, "_gathering", times))
+    prompt = random_ids(1, 120)
+    answer = await client.ask(verify_item("a", 0, prompt, 0, sampling=GREEDY))
+    assert (reason(answer), times.ran_tokens) == ("", [])
+    assert reason(await client.ask(verify_item("a", 1, [*prompt, 5], answer.cached_length))) == ""
+    assert len(times.ran_tokens) == 1
 
 
 async def test_a_crowd_that_is_waited_for_says_what_each_says_alone(client: Client) -> None:
