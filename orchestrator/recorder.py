@@ -60,6 +60,8 @@ class RequestRecorder:
         self._last_commit: float | None = None
         self._replayed: int | None = None
         self._sampling_changes = 0
+        self.missed_a_block = False
+        """Whether a round had no block although it wanted one, be the round committed or not."""
 
     def planned(self, plan: GenerationPlan, model: str) -> None:
         """The request is good."""
@@ -123,7 +125,7 @@ class RequestRecorder:
 
         if status in SERVER_FAULTS:
             return NoticedReason.ERROR
-        if self.statistics.degraded:
+        if self.missed_a_block:
             return NoticedReason.DEGRADED
         return NoticedReason.SLOW if seconds > self._slow_seconds else None
 
@@ -157,13 +159,15 @@ class RequestRecorder:
 class RoundRecorder:
     """One round, from its proposal to its commit."""
 
-    __slots__ = ("_asked", "_degraded_reason", "_expected", "_report", "_request", "_trace")
+    __slots__ = ("_asked", "_degraded_reason", "_expected", "_report", "_request", "_short", "_speedup", "_trace")
 
     def __init__(self, request: RequestRecorder, trace: RoundTrace | None) -> None:
         self._request = request
         self._trace = trace
         self._asked = time.monotonic()
         self._degraded_reason = ""
+        self._short = False
+        self._speedup = 0.0
         self._report: RoundReport | None = None
         self._expected: Sequence[float] = ()
 
@@ -181,7 +185,7 @@ class RoundRecorder:
         """How many tokens the draft will be asked for."""
         if choice.reason == "fixed":
             return
-        self._request.statistics.chosen(choice.speedup)
+        self._speedup = choice.speedup
         self._request.metrics.gamma_chosen(choice)
         if self._trace is not None:
             self._trace.chosen(choice)
@@ -193,7 +197,7 @@ class RoundRecorder:
     def degraded(self, reason: str, *, newly: bool) -> None:
         """A block was wanted and there is none."""
         self._degraded_reason = reason
-        self._request.statistics.degraded_round(reason)
+        self._request.missed_a_block = True
         if newly and self._trace is not None:
             self._trace.event("tandem.fallback", reason=reason)
 
@@ -219,8 +223,7 @@ class RoundRecorder:
 
     def short(self, asked: int) -> None:
         """The round has a block of up to so many tokens, where a longer one was wanted."""
-        self._request.statistics.shortened_rounds += 1
-        self._request.metrics.shortened()
+        self._short = True
         if self._trace is not None:
             self._trace.limited(asked)
 
@@ -281,7 +284,14 @@ class RoundRecorder:
         """The round's tokens are committed: it is over."""
         if self._report is None:
             raise AssertionError("a round is committed after its acceptance")
-        self._request.statistics.round_done(self._report.drafted, self._report.accepted, self._expected)
+        statistics = self._request.statistics
+        statistics.round_done(self._report.drafted, self._report.accepted, self._expected)
+        statistics.chosen(self._speedup)
+        if self._degraded_reason:
+            statistics.degraded_round(self._degraded_reason)
+        if self._short:
+            statistics.shortened_rounds += 1
+            self._request.metrics.shortened()
         self._request.committed(self._report)
         if self._trace is not None:
             self._trace.committed(self._report.emitted)

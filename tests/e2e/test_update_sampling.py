@@ -145,7 +145,8 @@ def test_from_the_boundary_on_the_tokens_are_those_of_the_new_sampling(
     for case, each, expected in zip(cases, found, generate_all(channel, fresh), strict=True):
         assert each.before == plain[: each.at], case
         assert each.after == expected.ids, case
-        assert each.after != plain[each.at :], case
+        if TOKENS - each.at >= 8:
+            assert each.after != plain[each.at :], case
         assert each.whole.usage == (len(PROMPT), TOKENS)
         assert each.whole.speculation.degraded_rounds == 0
 
@@ -208,6 +209,7 @@ def test_one_of_several_completions_is_changed_alone(same_stack: Stack, same_cha
         received += call
     first, second = (gather(each for each in received if each.index == index) for index in (0, 1))
     assert first.ids == undisturbed.ids
+    assert 0 < answer.completion_tokens < TOKENS
     assert set(second.ids[answer.completion_tokens :]) <= {50, 51}
     assert not set(second.ids[: answer.completion_tokens]) <= {50, 51}
 

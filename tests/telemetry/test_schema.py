@@ -100,6 +100,22 @@ def worked(memory: Memory, traceparents: list[str]) -> None:
         spans.answered([Answer("seen", 0, result=[object()], work=work), Answer("seen", 1, None, error=refusal)])
 
 
+def test_a_round_that_is_dropped_counts_for_nothing() -> None:
+    """What is counted of rounds is of those that are committed, as their number is."""
+    recorder = recorders_of(Memory()).begin("seen", (), "chat")
+    for dropped in (True, True, False):
+        each = recorder.begin_round(3)
+        each.chosen(Choice(2, "best", 1.5))
+        each.short(1)
+        each.degraded(DEGRADED_REASONS[0], newly=True)
+        each.accepted(Block(), Outcome([4], [TokenKind.BONUS], 0, []), [RECOVERED])
+        if not dropped:
+            each.committed()
+    found = recorder.statistics
+    assert (found.rounds, found.shortened_rounds, found.estimates) == (1, 1, 1)
+    assert found.degraded == {DEGRADED_REASONS[0]: 1}
+
+
 def test_what_is_exported_is_declared_and_what_is_declared_is_exported() -> None:
     memory = Memory()
     recorders = recorders_of(memory)
