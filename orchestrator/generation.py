@@ -20,7 +20,7 @@ from .completion import Completion, EmittedToken, FinishReason
 from .deadlines import Deadlines
 from .decoder import Decoder
 from .drafting import Drafting
-from .errors import Overloaded, RequestFailed, Unavailable
+from .errors import RequestFailed, Unavailable
 from .metered_call import MeteredCall
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
@@ -28,8 +28,9 @@ from .request import MAX_COMPLETIONS, GenerationPlan, Limits, is_known_id, plan_
 from .runtime import Runtime
 from .scoring import Scoring
 from .session import STORE_FAULTS, Session, as_failure
-from .session_store import ConfigChanged, Ownership, StoreFull
+from .session_store import ConfigChanged, Ownership, Stored, StoreFull
 from .statistics import RoundStatistics
+from .timed_call import TimedCall
 from .tokenwise_call import TokenwiseCall
 
 DRAINING_RETRY_AFTER_SECONDS = 1.0
@@ -59,6 +60,7 @@ class Generations:
     ) -> FinishReason | None:
         completions = max(1, min(request.n, MAX_COMPLETIONS))
         callers = self._runtime.callers
+        call = TimedCall(call, self._readers, self._runtime.reader_timeout)
         with callers.admit(call.metadata(), completions) as caller:
             if caller.max_tokens_per_minute:
                 call = MeteredCall(call, partial(callers.spend, caller))
@@ -143,7 +145,7 @@ class Generations:
                     if start is not None:
                         response.start.CopyFrom(start)
                         start = None
-                    await self._write(call, response)
+                    await call.write(response)
         except STORE_FAULTS as fault:
             failure = as_failure(fault)
             if isinstance(fault, StoreFull):
@@ -214,8 +216,8 @@ class Generations:
                         async for response in responses:
                             yield response
                     return
-                except ConfigChanged:
-                    session, ownership = await self._reread(session, ownership)
+                except ConfigChanged as changed:
+                    session, ownership = await self._reread(session, ownership, changed.stored)
                     await _take_again(session, completion)
                     committed = session.plan.prompt_tokens + completion.length
                     drafting.change(session.plan.sampling, committed)
@@ -258,8 +260,8 @@ class Generations:
         # with the same randomness, on which their choice may not depend.
         gamma.finish()
 
-    async def _reread(self, session: Session, ownership: Ownership) -> tuple[Session, Ownership]:
-        session = await self._runtime.sessions.reread(session, ownership)
+    async def _reread(self, session: Session, ownership: Ownership, stored: Stored) -> tuple[Session, Ownership]:
+        session = await self._runtime.sessions.reread(session, ownership, stored)
         if session.ownership is None:
             raise AssertionError("only its owner finishes a session")
         return session, session.ownership
@@ -269,17 +271,10 @@ class Generations:
         while True:
             try:
                 return await self._runtime.store.finish(ownership, epoch, finish)
-            except ConfigChanged:
+            except ConfigChanged as changed:
                 # Too late to change a token: all are committed.
-                session, ownership = await self._reread(session, ownership)
+                session, ownership = await self._reread(session, ownership, changed.stored)
                 epoch = ownership.epoch
-
-    async def _write(self, call: Call, response: api.GenerateResponse) -> None:
-        try:
-            with self._readers.within(self._runtime.reader_timeout):
-                await call.write(response)
-        except TimeoutError:
-            raise Overloaded("the stream was left unread for too long", "READER_TOO_SLOW") from None
 
 
 async def _replay(session: Session, completion: Completion) -> AsyncGenerator[api.GenerateResponse]:

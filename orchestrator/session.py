@@ -37,6 +37,7 @@ from .session_store import (
     SessionStore,
     Snapshot,
     StateLost,
+    Stored,
     StoreFull,
     StoreUnavailable,
     Update,
@@ -155,12 +156,15 @@ class Sessions:
         plan = stored_request.plan_of(stored, known.request_id, known.tokens[: known.prompt_length * TOKEN_BYTES])
         config = stored_request.encode(await change(plan), stored.model, stored.caller)
         if stored_request.decode(config) == stored:
-            return Update(known.config_version, known.config_length)
+            config = known.config
         return await self._store.update(known, config)
 
-    async def reread(self, session: Session, ownership: Ownership) -> Session:
-        """The session as it is now, after a commit was refused because its plan has changed. The store's errors pass through."""
+    async def reread(self, session: Session, ownership: Ownership, told: Stored) -> Session:
+        """The session as it is now, after a commit was refused because its plan has changed, and the store told where it was. The store's
+        errors pass through, StateLost too where it has gone back in time since."""
         known = await self._store.reread(ownership)
+        if known.epoch < told.epoch or known.length < told.length:
+            raise StateLost("the store has lost what it told", Stored(known.fence, known.epoch, known.length))
         stored = stored_request.decode(known.config)
         prompt_bytes = known.prompt_length * TOKEN_BYTES
         return replace(

@@ -53,6 +53,7 @@ __all__ = [
     "StoreObserver",
     "StoreScripts",
     "StoreUnavailable",
+    "Stored",
     "Update",
 ]
 
@@ -184,6 +185,8 @@ class Ownership:
     keys: tuple[bytes, bytes] = field(repr=False)
     config_version: int = 0
     """Of the config that commits are made under."""
+    config_tag: bytes = field(default=b"", repr=False)
+    """Names the change that brought that config: after a failover another one may have its number."""
 
 
 class SessionStatus(StrEnum):
@@ -377,6 +380,7 @@ class SessionStore:
             raise ValueError("a commit needs at least one token")
         args = (
             ownership.fence, ownership.claim, epoch, length, new_tokens, self._running_ttl, ownership.config_version,
+            ownership.config_tag,
         )  # fmt: skip
         reply = await self._run(self._scripts.commit, ownership.keys, args, on_retry)
         self._check(reply)
@@ -416,11 +420,12 @@ class SessionStore:
 
     async def update(self, before: Snapshot, config: bytes) -> Update:
         """Replaces the config of a running session, whoever owns it, where it still is the one of `before`. Tokens that are
-        committed stay; whatever was made under the config before can't be committed any more, and the epoch rises.
+        committed stay; whatever was made under the config before can't be committed any more, and the epoch rises. With the config of
+        `before` itself nothing changes; what is told of it lasts as a change does.
 
         Raises ConfigChanged, AlreadyFinished, StateLost, StoreFull, StoreUnavailable.
         """
-        args = (before.config_version, before.config, config)
+        args = (before.config_version, before.config, config, secrets.token_bytes(_CLAIM_BYTES))
         reply = await self._run(self._scripts.update, _keys(before.request_id), args)
         if not isinstance(reply[0], int):
             raise self._refused(_mismatch(reply))
@@ -431,7 +436,8 @@ class SessionStore:
 
         Raises FencedOff, ConfigChanged, EpochConflict, StateLost, StoreUnavailable.
         """
-        args = (ownership.fence, ownership.claim, epoch, finish, self._finished_ttl, ownership.config_version)
+        version, tag = ownership.config_version, ownership.config_tag
+        args = (ownership.fence, ownership.claim, epoch, finish, self._finished_ttl, version, tag)
         self._check(await self._run(self._scripts.finish, ownership.keys, args))
 
     async def delete(self, ownership: Ownership) -> None:
@@ -475,7 +481,7 @@ class SessionStore:
         status = SessionStatus(reply[4].decode())
         config_version, ownership = int(reply[10] or 0), None
         if claim is not None and status is SessionStatus.RUNNING:
-            ownership = Ownership(request_id, fence, claim, epoch, length, keys, config_version)
+            ownership = Ownership(request_id, fence, claim, epoch, length, keys, config_version, reply[13] or b"")
         return Snapshot(
             request_id=request_id,
             fence=fence,

@@ -11,20 +11,26 @@
 -- ARGV[5]  new tokens, at least one
 -- ARGV[6]  milliseconds until the session expires
 -- ARGV[7]  config version that the tokens were drawn under
+-- ARGV[8]  tag of that config
 -- returns  1 (committed), 2 (an earlier attempt of this commit had succeeded), or
 --          {'lost' | 'fenced' | 'changed' | 'conflict', fence, epoch, length}
-local fence, claim, epoch, length, status, version =
-  unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status', 'config_version'))
+local fence, claim, epoch, length, status, version, tag =
+  unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status', 'config_version', 'config_tag'))
 if not fence then return {'lost', 0, 0, 0} end
 fence, epoch, length = tonumber(fence), tonumber(epoch), tonumber(length)
 if fence ~= tonumber(ARGV[1]) or claim ~= ARGV[2] then return {'fenced', fence, epoch, length} end
 -- A server that evicts can take either key alone; SETRANGE would then pad with zeros, which are tokens.
 if redis.call('STRLEN', KEYS[2]) ~= length * 4 then return {'lost', fence, epoch, length} end
--- A session from before there were versions has none. One below the caller's is of a server that went back in time, and so is its
--- epoch.
-if tonumber(version or 0) > tonumber(ARGV[7]) then return {'changed', fence, epoch, length} end
 
 local base_epoch, base_length = tonumber(ARGV[3]), tonumber(ARGV[4])
+-- A session from before there were versions has none, and one whose config is its first has no tag.
+if tonumber(version or 0) ~= tonumber(ARGV[7]) or (tag or '') ~= ARGV[8] then
+  -- Each change raises the epoch by two. Another config without it is of a server that went back in time.
+  if epoch < base_epoch + 2 or length < base_length then return {'conflict', fence, epoch, length} end
+  -- A write, since only what follows one waits for those who have to hold it: what is told here has to last.
+  redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[1])))
+  return {'changed', fence, epoch, length}
+end
 local new_length = base_length + #ARGV[5] / 4
 local outcome = 1
 if epoch == base_epoch + 1 and length == new_length

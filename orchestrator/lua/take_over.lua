@@ -8,7 +8,7 @@
 -- ARGV[2]  owner, for people who look at the hash
 -- ARGV[3]  milliseconds until the session expires
 -- returns  {fence, epoch, length, prompt_length, status, fingerprint, request, finish or nil, tokens, owner, config_version,
---          config_length, claim}, or
+--          config_length, claim, config_tag or nil}, or
 --          {'lost', fence, epoch, length}
 local fence, claim, epoch, length, status =
   unpack(redis.call('HMGET', KEYS[1], 'fence', 'claim', 'epoch', 'length', 'status'))
@@ -25,6 +25,6 @@ end
 local state = redis.call('HMGET', KEYS[1], 'fence', 'epoch', 'length', 'prompt_length', 'status', 'fingerprint',
   'request', 'finish')
 state[9] = redis.call('GET', KEYS[2])
-state[10], state[11], state[12], state[13] =
-  unpack(redis.call('HMGET', KEYS[1], 'owner', 'config_version', 'config_length', 'claim'))
+state[10], state[11], state[12], state[13], state[14] =
+  unpack(redis.call('HMGET', KEYS[1], 'owner', 'config_version', 'config_length', 'claim', 'config_tag'))
 return state

@@ -345,6 +345,34 @@ class TestEnd:
         snapshot = await store.take_over("r", "B")
         assert (snapshot.fence, snapshot.owner, snapshot.ownership, snapshot.finish) == (1, "A", None, b"result")
 
+    async def test_a_change_that_has_the_number_of_one_that_was_lost_is_another_one(
+        self, store: SessionStore, redis_server: RedisServer
+    ) -> None:
+        """The server goes back to before a change that was answered, and gets another: as after a failover."""
+        await create(store)
+        before = await store.read("r")
+        kept = {key: redis_server.command("DUMP", key) for key in keys_of("r")}
+        assert before is not None
+        assert await store.update(before, b"lost") == Update(1, 3)
+        owner = (await store.take_over("r", "B")).ownership
+        assert owner is not None
+        for key, dump in kept.items():
+            redis_server.command("RESTORE", key, 60_000, dump, "REPLACE")
+        redis_server.command("HSET", keys_of("r")[0], "fence", owner.fence, "claim", owner.claim)
+        assert await store.update(before, b"second") == Update(1, 3)
+        for call in (store.commit(owner, owner.epoch, 3, encode(4)), store.finish(owner, owner.epoch, b"result")):
+            with pytest.raises(EpochConflict):
+                await call
+        # A further one is beyond all that the owner may have sent to its workers.
+        second = await store.read("r")
+        assert second is not None
+        await store.update(second, b"third")
+        with pytest.raises(ConfigChanged):
+            await store.commit(owner, owner.epoch, 3, encode(4))
+        again = (await store.reread(owner)).ownership
+        assert again is not None
+        await store.commit(again, again.epoch, 3, encode(4))
+
     async def test_finish_needs_the_last_epoch(self, store: SessionStore) -> None:
         ownership = await create(store)
         await store.commit(ownership, 0, 3, encode(4))
@@ -1019,6 +1047,41 @@ class TestDurability:
             replica.command("REPLICAOF", "NO", "ONE")
         async with connected(replica.url) as promoted:
             assert tokens_of(await promoted.read("r")) == [1, 2, 3, 4, 5]
+
+    async def test_what_is_told_of_a_change_lasts_though_nothing_is_stored_by_it(
+        self, make_redis_server: Callable[..., RedisServer]
+    ) -> None:
+        """A first attempt had stored the change, or somebody else, and those who have to hold it may not do so yet."""
+        primary, replica = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
+        replica.command("REPLICAOF", *primary.peer_address)
+        wait_until(lambda: bool(replica.info("replication").get("master_link_status") == "up"))
+        durable = Durability(replicas=1)
+        async with (
+            connected(primary.url, durability=durable, retry_seconds=60.0, retry_attempts=1000) as patient,
+            connected(primary.url, durability=durable, socket_timeout=0.3, retry_seconds=0.0) as hasty,
+        ):
+            ownership = await create(patient)
+            before = await patient.read("r")
+            assert before is not None
+            await patient.update(before, b"another")
+            after = await patient.read("r")
+            assert after is not None
+            calls: list[Callable[[SessionStore], Awaitable[Any]]] = [
+                lambda store: store.commit(ownership, 0, 3, encode(4)),
+                lambda store: store.finish(ownership, 0, b"result"),
+                lambda store: store.update(before, b"another"),
+                lambda store: store.update(after, b"another"),
+            ]
+            replica.pause()
+            for call in calls:
+                with pytest.raises(StoreUnavailable):
+                    await call(hasty)
+            replica.resume()
+            for call in calls[:2]:
+                with pytest.raises(ConfigChanged):
+                    await call(patient)
+            for call in calls[2:]:
+                assert await call(patient) == Update(1, 3)
 
     async def test_a_commit_counts_once_it_is_on_disk(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server({"appendonly": "yes", "appendfsync": "everysec"})

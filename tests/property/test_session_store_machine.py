@@ -213,7 +213,10 @@ class StoreMachine(RuleBasedStateMachine):
         )
         expected = self.expected_refusal(holder)
         if expected is None and self.sessions[holder.request_id].config_version > holder.ownership.config_version:
-            expected = ConfigChanged
+            session = self.sessions[holder.request_id]
+            # A change raises the epoch by two, so one that has come since can't be at the caller's epoch, nor at the next one.
+            since = session.epoch >= epoch + 2 and len(session.tokens) >= length
+            expected = ConfigChanged if since else EpochConflict
         if expected is None:
             session = self.sessions[holder.request_id]
             if epoch == session.epoch and length == len(session.tokens) and session.finish is None:
@@ -269,10 +272,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.check(outcome, StateLost)
             return
         again = session.config_version == before.config_version + 1 and session.config == config
+        believed_right = (session.config_version, session.config) == (before.config_version, before.config)
+        again = again or (session.finish is None and believed_right and session.config == config)
         if not again and session.finish is not None:
             self.check(outcome, AlreadyFinished)
             return
-        if not again and (session.config_version, session.config) != (before.config_version, before.config):
+        if not again and not believed_right:
             self.check(outcome, ConfigChanged)
             return
         if not again:
@@ -322,7 +327,7 @@ class StoreMachine(RuleBasedStateMachine):
         if expected is None:
             session = self.sessions[holder.request_id]
             if session.config_version > holder.ownership.config_version:
-                expected = ConfigChanged
+                expected = ConfigChanged if session.epoch >= epoch + 2 else EpochConflict
             elif epoch != session.epoch or session.finish not in (None, result):
                 expected = EpochConflict
             elif session.finish is None:
@@ -486,8 +491,16 @@ FAULTS = {
     "commit at the wrong place": ("commit", "'SETRANGE', KEYS[2], base_length * 4", "'SETRANGE', KEYS[2], base_length"),
     "commit that lets the state expire": ("commit", "'PEXPIRE', KEYS[1], ARGV[6]", "'PTTL', KEYS[1]"),
     "commit that lets the tokens expire": ("commit", "'PEXPIRE', KEYS[2], ARGV[6]", "'PTTL', KEYS[2]"),
-    "commit of tokens of the former sampling": ("commit", "if tonumber(version or 0) > tonumber(ARGV[7])", "if false"),
-    "finish that doesn't know of a change": ("finish", "if tonumber(version or 0) > tonumber(ARGV[6])", "if false"),
+    "commit of tokens of the former sampling": (
+        "commit",
+        "if tonumber(version or 0) ~= tonumber(ARGV[7]) or (tag or '') ~= ARGV[8] then",
+        "if false then",
+    ),
+    "finish that doesn't know of a change": (
+        "finish",
+        "if tonumber(version or 0) ~= tonumber(ARGV[6]) or (tag or '') ~= ARGV[7] then",
+        "if false then",
+    ),
     "update that keeps the version": ("update", "'config_version', base + 1", "'config_version', base"),
     "update that keeps the epoch": ("update", "'epoch', epoch + 2", "'epoch', epoch"),
     "update that leaves the epoch to a round under way": ("update", "'epoch', epoch + 2", "'epoch', epoch + 1"),
@@ -496,8 +509,8 @@ FAULTS = {
     "update over another one": ("update", "if version ~= base or", "if"),
     "update of another request": ("update", " or request ~= ARGV[2] then", " then"),
     "update of a finished session": ("update", "if status ~= 'running'", "if false"),
-    "update that does not know itself": ("update", "if version == base + 1 and", "if false and"),
-    "update that knows itself by number": ("update", " and request == ARGV[3] then", " then"),
+    "update that does not know itself": ("update", "in_force = version == base + 1 and", "in_force = false and"),
+    "update that knows itself by number": ("update", "base + 1 and request == ARGV[3]", "base + 1"),
     "update of damaged tokens": ("update", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
     "take-over that forgets the version": ("take_over", "'config_version', 'config_length'", "'gone', 'config_length'"),
     "create over a session": ("create", "if fence then", "if false then"),
