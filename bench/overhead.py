@@ -12,8 +12,9 @@ import math
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ class _Bench:
     calls: grpc.aio.Channel
     workers: grpc.aio.Channel
     orchestrator: psutil.Process
-    without_draft: _WithoutDraft | None
+    without_draft: Callable[[], contextlib.AbstractAsyncContextManager[_WithoutDraft]]
+    """Started for what it is needed for only: it would take its share of the machine from all else."""
 
     async def worker_timings(self) -> dict[str, float]:
         """Of the fixed workers since the last reading."""
@@ -171,9 +173,13 @@ async def _measure_cases(bench: _Bench, options: OverheadOptions) -> dict[tuple[
 
 async def _measure_plain(bench: _Bench, options: OverheadOptions) -> PlainCost | None:
     """Neighbouring runs are compared, since the speed of a machine drifts; which of them is first alternates."""
-    without = bench.without_draft
-    if without is None:
+    if 0 not in options.gammas:
         return None
+    async with bench.without_draft() as without:
+        return await _compare(bench, without, options)
+
+
+async def _compare(bench: _Bench, without: _WithoutDraft, options: OverheadOptions) -> PlainCost:
     request = fixed_request(0, options.rounds, options)
     sides = [(bench.calls, bench.orchestrator), (without.calls, without.process)]
     await generate(without.calls, fixed_request(0, 64, options))
@@ -187,6 +193,11 @@ async def _measure_plain(bench: _Bench, options: OverheadOptions) -> PlainCost |
             cpu[side] += cpu_seconds(process) - began
             _check(heard, 0)
             medians[side].append(median(heard.intervals(WARM_UP_ROUNDS, CLOSING_ROUNDS)))
+    return plain_cost(medians, cpu)
+
+
+def plain_cost(medians: Sequence[Sequence[float]], cpu: Sequence[float]) -> PlainCost:
+    """Of the median rounds of each run, and of the CPU seconds of all: with drafts, and without."""
     ratios = [with_draft / alone for with_draft, alone in zip(*medians, strict=True)]
     return PlainCost(len(ratios), median(ratios), cpu[0] / cpu[1] if cpu[1] else math.nan)
 
@@ -260,17 +271,14 @@ async def _running(options: OverheadOptions, folder: Path) -> AsyncIterator[_Ben
             orchestrator.wait_serving(listen)
             async with grpc.aio.insecure_channel(listen) as calls, grpc.aio.insecure_channel(target) as side:
                 await wait_for_draft(calls, options)
-                async with _without_draft(target, redis_url, options, folder) as without:
-                    yield _Bench(calls, side, psutil.Process(orchestrator.process.pid), without)
+                without = partial(_without_draft, target, redis_url, options, folder)
+                yield _Bench(calls, side, psutil.Process(orchestrator.process.pid), without)
 
 
 @contextlib.asynccontextmanager
 async def _without_draft(
     target: str, redis_url: str, options: OverheadOptions, folder: Path
-) -> AsyncIterator[_WithoutDraft | None]:
-    if 0 not in options.gammas:
-        yield None
-        return
+) -> AsyncIterator[_WithoutDraft]:
     listen = free_address()
     environment = orchestrator_environment(listen, "", target, redis_url, options)
     with running("without-draft", ["-m", "orchestrator"], environment, folder) as orchestrator:

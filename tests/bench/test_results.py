@@ -16,10 +16,13 @@ from bench.capacity import FARTHEST, PLAIN, TOGETHER, CapacityOptions, Plan, las
 from bench.delayed_link import DelayedLink
 from bench.gathering import GatheringCase, GatheringOptions, gathering_table
 from bench.network import paying_distances
+from bench.overhead import OverheadResult, plain_cost
 from bench.padded_target import layers_for
 from bench.peers_results import PEER, Decoded, PeersResult, peers_goals, peers_rows
+from bench.round_bytes import RoundBytes
 from bench.serving_results import Latency, ServingCase, serving_constants
 from bench.simulation_check import check, constants_from
+from bench.tables import overhead_goals
 
 
 def decoded(token_ids: tuple[int, ...], seconds: float) -> Decoded:
@@ -54,6 +57,18 @@ def test_another_greedy_output_is_told_and_a_drawn_one_is_not_compared() -> None
     assert [row.same_output for row in rows] == [True, True, False]
     assert [goal.reached for goal in peers_goals(PeersResult("a pair", 2, 4, rows))] == [True, False]
     assert {row.same_output for row in peers_rows("chat", 1.0, turns((1, 2, 9, 4)))} == {None}
+
+
+@pytest.mark.parametrize(("slower", "reached"), [(1.01, True), (1.03, False)])
+def test_what_drafts_cost_a_plain_round(slower: float, reached: bool) -> None:
+    """Runs are compared in pairs: a machine that gets slower by half is no drafts' doing."""
+    plain = plain_cost([[slower * 1.0, slower * 2.0, 9.0], [1.0, 2.0, 9.0]], [3.0, 2.0])
+    assert (plain.pairs, plain.cpu_ratio) == (3, 1.5)
+    assert plain.round_ratio == pytest.approx(slower)
+    bytes_per_round = [RoundBytes(512, 1, 2, 3, 4)]
+    result = OverheadResult([], plain, bytes_per_round, gamma=5, support_size=64, echo_p50=0.1)
+    assert [goal.reached for goal in overhead_goals(result)] == [reached, True]
+    assert len(overhead_goals(dataclasses.replace(result, plain=None))) == 1
 
 
 @pytest.mark.parametrize(

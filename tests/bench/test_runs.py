@@ -37,17 +37,15 @@ def _forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
-    arguments = ["overhead", "--requests", "1,3", "--gamma", "5,0", "--rounds", "30", "--repeats", "1"]
+    arguments = ["overhead", "--requests", "1,3", "--gamma", "5", "--rounds", "30", "--repeats", "1"]
     assert main([*arguments, "--profile", "--json", str(file)]) == 0
     numbers = json.loads(file.read_text())
     cases = numbers["overhead"]["cases"]
-    assert [(case["concurrency"], case["gamma"]) for case in cases] == [(1, 5), (1, 0), (3, 5), (3, 0)]
+    assert [(case["concurrency"], case["gamma"]) for case in cases] == [(1, 5), (3, 5)]
     for case in cases:
         assert 0 < case["round_p50"] <= case["round_p95"]
         assert case["rounds"] >= 15 * case["concurrency"]
-    plain = numbers["overhead"]["plain"]
-    assert plain["pairs"] == 4
-    assert plain["round_ratio"] > 0
+    assert numbers["overhead"]["plain"] is None
     assert numbers["overhead"]["bytes_per_round"][-1]["total"] < 10_000
     printed = capsys.readouterr().out
     assert "bytes per round" in printed
