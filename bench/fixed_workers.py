@@ -165,7 +165,7 @@ async def serve(options: argparse.Namespace) -> int:
     info = _model_info(tokenizer)
     answers = FixedAnswers(plain_ids(tokenizer, 4 * options.support_size), options.support_size, options.acceptance)
     timings = Timings()
-    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
+    server = grpc.aio.server(options=grpc_server.server_options())
     draft_pb2_grpc.add_DraftServiceServicer_to_server(FixedDraft(answers, info, timings), server)
     target_pb2_grpc.add_TargetServiceServicer_to_server(FixedTarget(answers, info, timings), server)
     server.add_generic_rpc_handlers((_timings_handler(timings),))

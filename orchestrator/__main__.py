@@ -60,9 +60,7 @@ async def serve(
     settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary, callers: Callers
 ) -> int:
     """Serves until SIGTERM or SIGINT, then drains; returns the exit status."""
-    server = grpc.aio.server(
-        options=(*grpc_server.SERVER_OPTIONS, ("grpc.max_receive_message_length", MAX_REQUEST_BYTES))
-    )
+    server = grpc.aio.server(options=grpc_server.server_options(MAX_REQUEST_BYTES))
     health = grpc_server.HealthSwitch(SERVICE)
     await health.attach(server)
     grpc_server.add_reflection(server, SERVICE)

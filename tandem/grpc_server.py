@@ -24,10 +24,9 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 _PING_INTERVAL_MS = 5_000
 
-SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
+_SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
     # Two processes on one port would share its connections in silence.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A client may ping each second, with or without a call; by default that ends its connection.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_INTERVAL_MS),
@@ -57,6 +56,12 @@ LIVENESS = "liveness"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """Of a service's server; a larger message ends its call with RESOURCE_EXHAUSTED."""
+    # Not as a second value behind another one: of two, gRPC takes the first.
+    return [*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]
 
 
 class PortError(Exception):

@@ -162,7 +162,7 @@ class WorkerSpec:
 
 async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver | None = None) -> int:
     """Runs the worker until SIGTERM or SIGINT; returns the exit status."""
-    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
+    server = grpc.aio.server(options=grpc_server.server_options())
     state = WorkerState(config.max_speculative_tokens, StreamLimits(), observer)
     spec.add_servicer(state, server)
     health = grpc_server.HealthSwitch(spec.service)

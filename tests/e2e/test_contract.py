@@ -7,14 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from orchestrator.completion import FinishReason
 from tandem.acceptance import TokenKind
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
-from tests.support.generation import Generation, gather, generate, generate_all, request
+from tests.support.generation import Generation, gather, generate, generate_all, refused_field, request
 
 GAMMAS = (0, 1, 2, 5, 8)
 PAIRS = ("same_channel", "tiny_channel", "random_draft_channel")
@@ -176,8 +174,10 @@ BAD = [
     ("prompt", {}),
     ("prompt", {"text": "a b " * 2000}),
     ("text", {"text": "a" * 1_000_001}),
+    ("text", {"text": "a" * 5_000_000}),  # more than gRPC lets through by itself
     ("messages", {"messages": api.ChatMessages(messages=[api.ChatMessage(role="user", content="a" * 1_000_001)])}),
     ("token_ids", {"token_ids": api.TokenIds(ids=[5] * 1024)}),
+    ("token_ids", {"token_ids": api.TokenIds(ids=[5, 512])}),
     ("token_ids", {"token_ids": api.TokenIds(ids=[5, 4_000_000])}),
     ("token_ids", {"token_ids": api.TokenIds(ids=[2**32 - 1])}),
     ("messages", {"messages": api.ChatMessages()}),
@@ -197,7 +197,8 @@ BAD = [
     ("stop", {"text": "a", "stop": ["x"] * 17}),
     ("stop", {"text": "a", "stop": [""]}),
     ("stop", {"text": "a", "stop": ["x" * 257]}),
-    ("stop_token_ids", {"text": "a", "stop_token_ids": [4_000_000]}),
+    ("stop_token_ids", {"text": "a", "stop_token_ids": [512]}),
+    ("stop_token_ids", {"text": "a", "stop_token_ids": [4_000_000], "min_tokens": 2}),
     ("stop_token_ids", {"text": "a", "stop_token_ids": list(range(65))}),
     ("repetition_penalty", {"text": "a", "repetition_penalty": 0.0}),
     ("repetition_penalty", {"text": "a", "repetition_penalty": float("nan")}),
@@ -239,16 +240,16 @@ BAD = [
 def test_bad_input_is_refused_by_name_and_does_no_harm(
     tiny_channel: grpc.Channel, natural: Generation, field: str, fields: dict[str, Any]
 ) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(tiny_channel)
+    assert refused_field(tiny_channel, **fields) == field
+    assert generate(tiny_channel, PROMPT, temperature=0, max_tokens=32).seen == natural.seen
+
+
+def test_a_request_larger_than_a_message_may_be_is_refused_without_harm(
+    tiny_channel: grpc.Channel, natural: Generation
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(stub.Generate(api.GenerateRequest(**fields), timeout=30))
-    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
-    assert status is not None
-    assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-    assert status.ByteSize() < 1024
-    violations = error_details_pb2.BadRequest()
-    assert any(detail.Unpack(violations) for detail in status.details)
-    assert [violation.field for violation in violations.field_violations] == [field]
+        generate(tiny_channel, "a" * 9_000_000)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
     assert generate(tiny_channel, PROMPT, temperature=0, max_tokens=32).seen == natural.seen
 
 

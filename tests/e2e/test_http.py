@@ -214,14 +214,18 @@ def test_a_stop_string_is_left_out_of_both_forms(client: openai.OpenAI, service:
     text = by_grpc(service, 5, coupled=False, **GREEDY).text
     stop = text[9:12]
     for gamma in GAMMAS:
-        fields = {**GREEDY, "stop": stop, "extra_body": {"num_speculative_tokens": gamma}}
+        extra = {"num_speculative_tokens": gamma, "return_tokens": True}
+        fields = {**GREEDY, "stop": stop, "logprobs": 2, "extra_body": extra}
         answer = client.completions.create(model=MODEL, prompt=PROMPT, **fields)
-        pieces = [
-            chunk.choices[0].text
-            for chunk in client.completions.create(model=MODEL, prompt=PROMPT, stream=True, **fields)
-        ]
-        assert answer.choices[0].text == "".join(pieces) == text[: text.index(stop)]
-        assert answer.choices[0].finish_reason == "stop"
+        chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, stream=True, **fields))
+        pieces = [chunk.choices[0].text for chunk in chunks]
+        (choice,) = answer.choices
+        assert choice.text == "".join(pieces) == text[: text.index(stop)]
+        assert choice.finish_reason == "stop"
+        # One for each token up to the one that completes the stop, in both forms.
+        told = [value for chunk in chunks if (own := chunk.choices[0].logprobs) for value in own.token_logprobs]
+        assert told == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+        assert len(told) == len(choice.tokens) == answer.usage.completion_tokens
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)

@@ -12,7 +12,8 @@ import pytest
 
 from tandem.cli.plan import Endpoint
 from tandem.cli.readiness import open_probe
-from tests.support.generation import generate, generate_all, request
+from tandem.v1 import orchestrator_pb2 as api
+from tests.support.generation import generate, generate_all, refused_field, request
 from tests.support.model_scripts import load_script
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -38,6 +39,18 @@ def test_padding_of_the_vocabulary_is_never_proposed_nor_emitted(tmp_path: Path,
             assert (result.speculation.accepted_tokens > 0) == (gamma > 0)
         hot = generate(channel, prompt, temperature=5, max_tokens=200, seed=1, ignore_eos=True)
         assert max(hot.ids) < 512
+        # Rows that no token has are no ids that a caller may name, though the model would take them.
+        for field, value in {
+            "token_ids": api.TokenIds(ids=[5, 512]),
+            "stop_token_ids": [575],
+            "logit_bias": {575: 100.0},
+            "allowed_token_ids": [512],
+        }.items():
+            named = {"token_ids": api.TokenIds(ids=prompt), "max_tokens": 8, "min_tokens": 2, field: value}
+            assert refused_field(channel, **named) == field
+        assert refused_field(channel, token_ids=api.TokenIds(ids=[5, 575])) == "token_ids"
+        after = generate(channel, prompt, temperature=0, max_tokens=48, num_speculative_tokens=5)
+        assert after.ids == expected
 
 
 def test_a_short_draft_context_costs_only_speed(tmp_path: Path, same_channel: grpc.Channel) -> None:

@@ -16,6 +16,7 @@ from tandem.client import GenerationOptions, NotFoundError, TandemClient
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
+from tandem.wire import encode_ids
 from tests.support.generation import gather, paced_channel, request
 from tests.support.services import MODELS, Stack, running_stack
 
@@ -274,6 +275,23 @@ def test_a_finished_request_is_read_again_from_any_offset(channels: list[grpc.Ch
             assert again.text == "".join(whole.pieces[offset:])
             assert again.finish == whole.finish
             assert set(again.kinds) <= {api.TOKEN_KIND_REPLAYED}
+
+
+def test_nothing_after_the_end_is_stored(
+    stack: Stack, channels: list[grpc.Channel], undisturbed: dict[float, tuple[Any, ...]]
+) -> None:
+    """Wherever in a block the end lies, the tokens behind it are nobody's."""
+    ids, text, *_ = undisturbed[0.0]
+    ends: list[dict[str, Any]] = [{"stop_token_ids": [token_id]} for token_id in ids[1:4]]
+    ends += [{"stop": [text[len(text) // 2 :][:4]]}, {"max_tokens": 4}]
+    with redis.Redis.from_url(stack.redis_url) as store:
+        for number, end in enumerate(ends):
+            name, caller = f"ends-{number}", Caller()
+            sent = request(PROMPT, request_id=name, num_speculative_tokens=5, **{**GREEDY, **end})
+            caller.read(_stub(channels[0]).Generate(sent, timeout=60))
+            assert caller.finish is not None
+            assert caller.ids == ids[: len(caller.ids)] != ids
+            assert store.get(f"tandem:{{{name}}}:tokens") == encode_ids([*PROMPT, *caller.ids])
 
 
 def test_an_owner_lost_between_the_last_commit_and_the_end(stack: Stack, channels: list[grpc.Channel]) -> None:

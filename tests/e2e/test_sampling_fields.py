@@ -221,6 +221,23 @@ def test_logprobs_are_the_same_at_every_gamma(channel: grpc.Channel) -> None:
                 assert one == pytest.approx(same, abs=1e-4), f"{name}, gamma {gamma}"
 
 
+def test_logprobs_end_where_a_stop_string_ends_the_output(channel: grpc.Channel, vocabulary: Vocabulary) -> None:
+    """The token that completes the stop is the last that has any, wherever in a block it lies."""
+    text = vocabulary.decode(natural())
+    stops = {str(start): text[start : start + 3] for start in (2, len(text) // 2)}
+    asked = {name: ASKING["raw"] | MODES["greedy"] | {"stop": [stop]} for name, stop in stops.items()}
+    for name, (plain, *others) in at_every_gamma(channel, asked).items():
+        assert plain.reason == FinishReason.STOP
+        assert plain.text == text[: text.index(stops[name])]
+        assert stops[name] in vocabulary.decode(plain.ids)
+        assert stops[name] not in vocabulary.decode(plain.ids[:-1])
+        for result in (plain, *others):
+            assert result.seen == plain.seen
+            assert len(result.logprobs) == len(result.top_logprobs) == len(result.ids) == result.usage[1]
+            assert [len(top) for top in result.top_logprobs] == [5] * len(result.ids)
+            assert result.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
 def test_logprobs_of_every_kind_of_token_are_the_models_own(tiny_channel: grpc.Channel) -> None:
     """Against one forward of transformers over the whole sequence; drawn under REJECTION, so that all kinds occur."""
     fields = ASKING["raw"] | SHAPE | {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True, "top_logprobs": 20}

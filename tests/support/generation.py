@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
@@ -101,3 +103,21 @@ def generate_all(channel: grpc.Channel, requests: Iterable[api.GenerateRequest])
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
     calls = [stub.Generate(each, timeout=600) for each in requests]
     return [gather(call) for call in calls]
+
+
+def refused_field(channel: grpc.Channel, **fields: Any) -> str:
+    """Which field a request is refused by, in an answer that is as short as one should be."""
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    try:
+        list(stub.Generate(api.GenerateRequest(**fields), timeout=60))
+    except grpc.RpcError as error:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    else:
+        raise AssertionError("the request was served")
+    assert status is not None
+    assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0], status
+    assert status.ByteSize() < 1024
+    violations = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(violations) for detail in status.details)
+    (violation,) = violations.field_violations
+    return violation.field

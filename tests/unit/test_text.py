@@ -9,13 +9,18 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from orchestrator.completion import Completion, FinishReason
 from orchestrator.detokenizer import Detokenizer, StopStrings
 from orchestrator.request import GenerationPlan, is_known_id
 from orchestrator.vocabulary import Vocabulary
+from orchestrator.worker_stream import IncompatibleWorker
 from tandem.acceptance import TokenKind
-from tandem.v1 import sampling_pb2
+from tandem.model_info import token_strings, vocabulary_fingerprint
+from tandem.sampling_limits import SAMPLING_VERSION
+from tandem.v1 import sampling_pb2, worker_pb2
 from tests.support.services import MODELS
 
 TEXTS = [
@@ -62,6 +67,59 @@ def test_any_ids_concatenate_to_the_decoded_whole(decode: Callable[[Sequence[int
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
     assert "".join(pieces) == decode(ids)
+
+
+def _llama_like(tokens: Sequence[str], chat_template: str = "") -> PreTrainedTokenizerFast:
+    """A tokenizer as SentencePiece models have it: the bytes of unknown characters, spaces within the tokens, a BOS that it adds
+    itself, and the first space left out of what is decoded. Its ids begin with <s>, </s>, <unk>."""
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<unk>", *tokens])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=chat_template or None,
+    )
+
+
+SENTENCE_PIECES = ["\u2581Hello", "\u2581world", "\u2581", "s", "!", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
+EMOJI = ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["\u2581Hello", "\u2581world", "s"], "Hello worlds"),
+        (["s", "\u2581world"], "s world"),
+        (["\u2581", "\u2581", "\u2581Hello"], "  Hello"),
+        (["\u2581Hello", *EMOJI, "\u2581world"], "Hello\U0001f600 world"),
+        ([*EMOJI, "\u2581", "!", "\u2581"], "\U0001f600 ! "),
+        (["\u2581Hello", "\u2581world", *EMOJI[:3]], "Hello world\ufffd\ufffd\ufffd"),
+    ],
+)
+def test_words_of_a_sentencepiece_tokenizer_keep_their_spaces(tokens: list[str], text: str) -> None:
+    tokenizer = _llama_like(SENTENCE_PIECES)
+    vocabulary = Vocabulary(tokenizer, {})
+    ids: list[int] = tokenizer.convert_tokens_to_ids(tokens)
+    assert tokenizer.decode(ids) == vocabulary.decode(ids) == text
+    assert "".join(vocabulary.decode([token_id]) for token_id in ids) != text, "what this test is there to tell apart"
+    detokenizer = Detokenizer(vocabulary.decode)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join([*pieces, detokenizer.flush()]) == text
+
+
+def test_any_few_tokens_of_a_sentencepiece_tokenizer_concatenate_to_the_decoded_whole() -> None:
+    vocabulary = Vocabulary(_llama_like(SENTENCE_PIECES), {})
+    for ids in itertools.product(range(3, 3 + len(SENTENCE_PIECES)), repeat=3):
+        detokenizer = Detokenizer(vocabulary.decode)
+        pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+        assert "".join(pieces) == vocabulary.decode(ids), ids
 
 
 def test_tokens_without_text_cost_no_more_the_more_there_are() -> None:
@@ -217,6 +275,60 @@ def test_one_bos_at_most() -> None:
     vocabulary = Vocabulary(Tokenizer(), {"eos_token_id": [1, 2]})
     assert vocabulary.encode_text("<s>a") == vocabulary.encode_text("a") == [0, 2]
     assert vocabulary.end_token_ids == {1, 2}
+
+
+TURNS = "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}{% endfor %}"
+
+
+def test_a_chat_begins_with_one_bos_whatever_its_messages_hold() -> None:
+    """The template writes one, the tokenizer would add another, and a message's own is plain text."""
+    vocabulary = Vocabulary(_llama_like([*"abersu:<>"], TURNS), {})
+    (bos,) = vocabulary.encode_text("<s>")[:1]
+    plain = vocabulary.encode_chat([("user", "ab")])
+    assert vocabulary.decode_all(plain) == "<s>user:ab"
+    for content in ("<s>ab", "a<s>b", "a<s>", "<s>"):
+        attacked = vocabulary.encode_chat([("user", content), ("user", "ab")])
+        assert vocabulary.decode_all(attacked) == f"<s>user:{content}user:ab"
+        for ids in (plain, attacked):
+            assert [index for index, token_id in enumerate(ids) if token_id == bos] == [0]
+    assert vocabulary.encode_text("<s>ab") == vocabulary.encode_text("ab") == [bos, *vocabulary.encode_text("ab")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "ends"),
+    [
+        ({"eos_token_id": [2]}, {1, 2}),
+        ({"eos_token_id": 2}, {1, 2}),
+        ({"eos_token_id": [1, 2]}, {1, 2}),
+        ({"eos_token_id": None}, {1}),
+        ({}, {1}),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_generation_config_and_of_the_tokenizer(
+    generation_config: dict[str, object], ends: set[int]
+) -> None:
+    assert Vocabulary(_llama_like(["a"]), generation_config).end_token_ids == ends
+
+
+def _info(strings: Sequence[str], **others: object) -> worker_pb2.GetModelInfoResponse:
+    """How a worker whose model has these tokens describes itself."""
+    fields = {"vocabulary_size": len(strings), "vocabulary_fingerprint": vocabulary_fingerprint(strings)}
+    return worker_pb2.GetModelInfoResponse(model="m", sampling_version=SAMPLING_VERSION, **{**fields, **others})  # type: ignore[arg-type]
+
+
+def test_a_draft_may_know_the_first_of_the_tokens_only(vocabulary: Vocabulary) -> None:
+    strings = token_strings(vocabulary._tokenizer)
+    for known in (strings, strings[:400], strings[:1]):
+        vocabulary.check_draft(_info(known))
+    for wrong, why in (
+        (_info([*strings, "more"]), "has 513 tokens, the tokenizer 512"),
+        (_info([*strings[:399], "other"]), "has other token strings"),
+        (_info(strings[1:401]), "has other token strings"),
+        (_info(strings[:400], vocabulary_size=401), "has other token strings"),
+        (_info(strings, vocabulary_fingerprint=b""), "has other token strings"),
+    ):
+        with pytest.raises(IncompatibleWorker, match=why):
+            vocabulary.check_draft(wrong)
 
 
 def test_special_token_text_in_a_message_is_plain_text(vocabulary: Vocabulary) -> None:
