@@ -525,7 +525,10 @@ def test_a_draft_of_another_vocabulary_comes_back(
         for _ in range(3):
             generation = generate(lied_to, PROMPT, **CANARY)
             assert generation.seen == truth
-            assert list(generation.speculation.degraded_reasons) == ["draft_unavailable"]
+            # The stream's end is seen first, or that what is there now is of no use.
+            reasons = set(generation.speculation.degraded_reasons)
+            assert reasons and reasons <= {"draft_unavailable", "draft_incompatible"}
+        assert reasons == {"draft_incompatible"}
     finally:
         draft.describe = lambda info: None
 
