@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tandem.cli.settings import EXTERNAL_VARIABLES, StackSettings, listen_variable, model_variable
@@ -53,6 +54,8 @@ def recorded_files(state: StackState) -> dict[str, str]:
 
 def mask_password(url: str) -> str:
     """A URL without the password in it, fit for a screen and a file."""
+    # The client library takes one behind the ? as well.
+    url = re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
     scheme, separator, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     if not separator or not at:

@@ -273,6 +273,7 @@ def test_no_password_gets_on_record(variables):
     recorded = choices(load_settings(variables))
     assert "secret" not in str(recorded)
     assert mask_password("redis://:secret@db/0") == "redis://:***@db/0"
+    assert mask_password("redis://u:pw@db/0?a=1&Password=s&b=2") == "redis://u:***@db/0?a=1&Password=***&b=2"
     assert mask_password("a:1,b:2") == "a:1,b:2"
 
 
