@@ -86,7 +86,7 @@ class Callers:
             raise Overloaded(
                 f"{self._running[caller.name]} requests of this caller run or wait", "CALLER_LIMIT", RETRY_AFTER_SECONDS
             )
-        self._check_budget(caller)
+        self.check_budget(caller)
         self._running[caller.name] += requests
         try:
             yield caller
@@ -100,7 +100,8 @@ class Callers:
         if caller.max_tokens_per_minute:
             self._budgets[caller.name].spend(tokens)
 
-    def _check_budget(self, caller: Caller) -> None:
+    def check_budget(self, caller: Caller) -> None:
+        """Raises Overloaded where the caller has no token left."""
         if not caller.max_tokens_per_minute:
             return
         if seconds := self._budgets[caller.name].seconds_until_left():

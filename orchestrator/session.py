@@ -29,6 +29,7 @@ from .request import GenerationPlan, is_known_id
 from .session_store import (
     AlreadyExists,
     AlreadyFinished,
+    ChangedTooSoon,
     ConfigChanged,
     EpochConflict,
     FencedOff,
@@ -46,6 +47,8 @@ from .session_store import (
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2.0
+CHANGE_AFTER_SECONDS = 0.1
+"""About a round, of a target that isn't fast."""
 _MAY_PASS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """After another failure a resumption would end as the request did."""
 STORE_FAULTS = (FencedOff, EpochConflict, StateLost, StoreFull, StoreUnavailable)
@@ -122,8 +125,9 @@ class Sessions:
 
     async def update(
         self, request_id: str, caller: str, change: Callable[[GenerationPlan], Awaitable[GenerationPlan]]
-    ) -> api.UpdateSamplingResponse:
-        """Changes the plan of a running request, whoever runs it. `change` may raise: nothing is done."""
+    ) -> tuple[api.UpdateSamplingResponse, bool]:
+        """Changes the plan of a running request, whoever runs it. Returns what is in force then, and whether it was this call that
+        brought it. `change` may raise: nothing is done."""
         if not is_known_id(request_id):
             raise _not_found()
         try:
@@ -135,11 +139,16 @@ class Sessions:
                     update = await self._update_once(known, caller, change)
                 except ConfigChanged:
                     continue  # another change came first, and this one is made of what that has left
-                return api.UpdateSamplingResponse(
+                response = api.UpdateSamplingResponse(
                     config_version=update.config_version, completion_tokens=update.config_length - known.prompt_length
                 )
+                return response, update.took_effect
         except StateLost as lost:
             raise _not_found() from lost
+        except ChangedTooSoon as early:
+            raise Overloaded(
+                "no token was committed since the request's last change", "CHANGED_TOO_SOON", CHANGE_AFTER_SECONDS
+            ) from early
         except AlreadyFinished as finished:
             raise _finished() from finished
         except STORE_FAULTS as fault:

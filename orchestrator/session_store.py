@@ -37,6 +37,7 @@ from .redis_tls import tls_settings
 __all__ = [
     "AlreadyExists",
     "AlreadyFinished",
+    "ChangedTooSoon",
     "ConfigChanged",
     "Durability",
     "EpochConflict",
@@ -98,6 +99,10 @@ class EpochConflict(_StateMismatch):
 class ConfigChanged(_StateMismatch):
     """The session's config is another one since: what was made under the one before can't be committed, and `reread` has the new
     one. Of an update: another one came first."""
+
+
+class ChangedTooSoon(_StateMismatch):
+    """No token was committed since the session's config was last replaced, so it can't be replaced yet."""
 
 
 class AlreadyFinished(_StateMismatch):
@@ -221,10 +226,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A config that came into force: its number, and the session's length then."""
+    """A config that is in force: its number, the session's length when it came, and whether the call that is answered brought it."""
 
     config_version: int
     config_length: int
+    took_effect: bool
 
 
 class StoreObserver(Protocol):
@@ -423,13 +429,13 @@ class SessionStore:
         committed stay; whatever was made under the config before can't be committed any more, and the epoch rises. With the config of
         `before` itself nothing changes; what is told of it lasts as a change does.
 
-        Raises ConfigChanged, AlreadyFinished, StateLost, StoreFull, StoreUnavailable.
+        Raises ConfigChanged, ChangedTooSoon, AlreadyFinished, StateLost, StoreFull, StoreUnavailable.
         """
         args = (before.config_version, before.config, config, secrets.token_bytes(_CLAIM_BYTES))
         reply = await self._run(self._scripts.update, _keys(before.request_id), args)
         if not isinstance(reply[0], int):
             raise self._refused(_mismatch(reply))
-        return Update(reply[1], reply[2])
+        return Update(reply[1], reply[2], took_effect=reply[0] == 1)
 
     async def finish(self, ownership: Ownership, epoch: int, finish: bytes) -> None:
         """Marks the session, which has to be at this epoch, as finished with an opaque result. Works on a full server.
@@ -542,6 +548,8 @@ def _mismatch(reply: list[Any]) -> StoreError:
         return FencedOff("another owner has the session", stored)
     if reply[0] == b"changed":
         return ConfigChanged("the session has another config", stored)
+    if reply[0] == b"early":
+        return ChangedTooSoon("no token was committed since the last change", stored)
     if reply[0] == b"finished":
         return AlreadyFinished("the session is finished", stored)
     if reply[0] == b"conflict":

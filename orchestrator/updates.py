@@ -14,6 +14,9 @@ from .sampling_update import SamplingUpdate
 
 log = logging.getLogger(__name__)
 
+CHANGE_TOKENS = 2
+"""What a change costs its caller. It drops up to two rounds, each of which would have brought a token at least."""
+
 
 class SamplingUpdates:
     """Serves the calls of one orchestrator."""
@@ -38,11 +41,20 @@ class SamplingUpdates:
     async def _update(self, request: api.UpdateSamplingRequest, call: GrpcCall) -> api.UpdateSamplingResponse:
         runtime = self._runtime
         caller = runtime.callers.identify(call.metadata())
+        runtime.callers.check_budget(caller)
         if not request.request_id:
             raise InvalidArgument("request_id", "must be set to update a request")
         update = SamplingUpdate(request, runtime.vocabulary, runtime.limits())
         name = caller.name or call.certificate_name()
-        response = await runtime.sessions.update(request.request_id, name, update.change)
+        # Ahead of it, so that who leaves meanwhile has paid; given back where nothing was changed.
+        runtime.callers.spend(caller, CHANGE_TOKENS)
+        try:
+            response, took_effect = await runtime.sessions.update(request.request_id, name, update.change)
+        except RequestFailed:
+            runtime.callers.spend(caller, -CHANGE_TOKENS)
+            raise
+        if not took_effect:
+            runtime.callers.spend(caller, -CHANGE_TOKENS)
         log.info(
             "sampling updated",
             extra={

@@ -103,7 +103,8 @@ class AsyncTandemClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the deadline that the server is told of
     ) -> SamplingInForce:
         """Changes the sampling of a running request, on any orchestrator, for the tokens after those that are committed; the answer
-        says how many these are. Repeating it is harmless. Raises InvalidRequestError, NotFoundError, FinishedError among others."""
+        says how many these are. Repeating it is harmless. Raises InvalidRequestError, NotFoundError, FinishedError among others, and
+        OverloadedError where no token was committed since the last change."""
         try:
             response = await self._stub.UpdateSampling(
                 build_update(request_id, change), timeout=timeout, metadata=self._metadata

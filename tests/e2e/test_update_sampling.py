@@ -3,7 +3,9 @@ from there on those of a fresh request under the new one, whatever the blocks ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 
 from orchestrator.vocabulary import Vocabulary
-from tandem.client import FinishedError, InvalidRequestError, NotFoundError, SamplingChange, TandemClient
+from tandem.client import (
+    FinishedError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    SamplingChange,
+    TandemClient,
+)
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
 from tests.support.generation import Generation, gather, generate, generate_all, paced_channel, request
@@ -178,7 +187,8 @@ def test_changes_follow_one_another_and_an_unset_field_stays(tiny_channel: grpc.
         first = stub(paced).UpdateSampling(update("twice", logit_bias={40: 3.0}, repetition_penalty=1.4))
         again = stub(paced).UpdateSampling(update("twice", repetition_penalty=1.4, logit_bias={40: 3.0}))
         assert again == first
-        received.append(next(call))
+        while sum(len(response.tokens) for response in received) <= first.completion_tokens:
+            received.append(next(call))
         second = stub(paced).UpdateSampling(update("twice", logit_bias={}, num_speculative_tokens=1))
         # A call that asks for nothing tells what is in force.
         assert stub(paced).UpdateSampling(update("twice")) == second
@@ -265,3 +275,24 @@ def test_a_refused_change_changes_nothing(tiny_stack: Stack, tiny_channel: grpc.
             client.update_sampling("steady", SamplingChange(temperature=0.5))
     with pytest.raises(TypeError):
         SamplingChange(seed=3)  # type: ignore[call-arg]
+
+
+def test_a_request_that_is_changed_in_a_loop_comes_to_its_end(tiny_stack: Stack) -> None:
+    """A change takes less than a round, and would drop it each time."""
+    address = tiny_stack.orchestrator.address
+    sent = request(PROMPT, request_id="restless", temperature=1.0, num_speculative_tokens=2, **ENDLESS)
+    with paced_channel(address) as paced, ThreadPoolExecutor(1) as reader, TandemClient(address) as client:
+        call = stub(paced).Generate(sent, timeout=60)
+        received = [next(call)]
+        in_force = client.update_sampling("restless", SamplingChange(temperature=0.6))
+        rest = reader.submit(list, call)
+        for temperature in itertools.cycle((0.9, 0.6)):
+            try:
+                in_force = client.update_sampling("restless", SamplingChange(temperature=temperature))
+            except OverloadedError as early:
+                assert (early.reason, early.retry_after_seconds) == ("CHANGED_TOO_SOON", 0.1)  # noqa: PT017
+            except FinishedError:
+                break
+        whole = gather([*received, *rest.result()])
+    assert whole.usage == (len(PROMPT), TOKENS)
+    assert 1 <= in_force.config_version <= whole.speculation.rounds + 1

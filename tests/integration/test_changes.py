@@ -1,9 +1,13 @@
-"""What a decoder makes of a change of the sampling, with a real store: the round whose commit was stored is emitted, the others are not."""
+"""A change of the sampling, with a real store: the round whose commit was stored is emitted, the others are not; a request goes on
+however often it is changed, and its caller pays for it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,23 +15,32 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from orchestrator import callers, stored_request
+from orchestrator.call import GrpcCall
 from orchestrator.completion import Completion, FinishReason
 from orchestrator.decoder import Decoder
 from orchestrator.drafting import DRAFT, Drafting, DraftingPolicy, DraftPool
+from orchestrator.errors import InvalidArgument, NotFound, Overloaded, RequestFailed
 from orchestrator.gamma_controller import FixedGamma
 from orchestrator.generation import Generations
 from orchestrator.metrics import Metrics
 from orchestrator.recorder import RequestRecorder
-from orchestrator.request import GenerationPlan
+from orchestrator.request import GenerationPlan, Limits
 from orchestrator.round_costs import RoundCosts
-from orchestrator.session import Session
-from orchestrator.session_store import ConfigChanged, Ownership, SessionStore, StoreConfig
+from orchestrator.sampling_update import SamplingUpdate
+from orchestrator.session import Session, Sessions
+from orchestrator.session_store import ChangedTooSoon, ConfigChanged, Ownership, SessionStore, StoreConfig
 from orchestrator.speed_estimate import SpeedEstimate
+from orchestrator.token_budget import TokenBudget
+from orchestrator.updates import SamplingUpdates
+from orchestrator.vocabulary import Vocabulary
 from tandem import wire
-from tandem.acceptance import TargetRow
+from tandem.acceptance import TargetRow, TokenKind
 from tandem.transport_security import ClientFiles
+from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import sampling_pb2
 from tests.support.redis_servers import RedisServer
+from tests.support.services import MODELS
 
 pytest_plugins = ("tests.support.redis_fixtures",)
 
@@ -71,9 +84,11 @@ async def store(one_redis_server: RedisServer) -> AsyncIterator[SessionStore]:
     await connected.close()
 
 
-def decoder(store: SessionStore, ownership: Ownership, completion: Completion, scoring: Counting) -> Decoder:
+def decoder(
+    store: SessionStore, ownership: Ownership, completion: Completion, scoring: Counting, committed: bytes = b""
+) -> Decoder:
     gamma = FixedGamma(0, SpeedEstimate(RoundCosts()))
-    return Decoder(PLAN, completion, drafting(), scoring, gamma, store, ownership, b"", recorder())  # type: ignore[arg-type]
+    return Decoder(PLAN, completion, drafting(), scoring, gamma, store, ownership, committed, recorder())  # type: ignore[arg-type]
 
 
 def drafting() -> Drafting:
@@ -179,3 +194,116 @@ async def test_what_was_seen_of_a_dropped_round_is_not_handed_on(
     assert gamma.observed == (3 if changed else 4), "its acceptance was known before its commit failed"
     assert gamma.handed_on == (None if changed else 4)
     await store.delete(ownership)
+
+
+async def test_a_request_that_is_changed_whenever_it_can_be_comes_to_its_end(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each commit, so that none would ever be stored if it always could."""
+    ownership = await store.create("r", b"print", FORMER, PLAN.prompt, "A")
+    commit, changes = store.commit, 0
+
+    async def disturbed(owner: Ownership, *rest: Any) -> None:
+        nonlocal changes
+        before = await store.read("r")
+        assert before is not None
+        with contextlib.suppress(ChangedTooSoon):
+            await store.update(before, LATTER if before.config == FORMER else FORMER)
+            changes += 1
+        await commit(owner, *rest)
+
+    monkeypatch.setattr(store, "commit", disturbed)
+    completion, scoring = Completion(PLAN, lambda ids: "x" * len(ids)), Counting()
+    emitted: list[int] = []
+    stretches = 0
+    while completion.finish_reason is None or len(emitted) < PLAN.max_tokens:
+        stretches += 1
+        assert stretches <= PLAN.max_tokens + 1, "it never goes on"
+        known = await store.reread(ownership)
+        assert known.ownership is not None
+        ownership, committed = known.ownership, known.tokens[len(PLAN.prompt) :]
+        completion.restart()
+        completion.take(wire.decode_ids(committed).tolist(), [TokenKind.REPLAYED] * len(emitted))
+        with contextlib.suppress(ConfigChanged):
+            async for tokens in decoder(store, ownership, completion, scoring, committed).rounds():
+                emitted += [token.token_id for token in tokens]
+    assert emitted == [3, 4, 5, 6]
+    assert changes == PLAN.max_tokens
+    assert len(scoring.epochs) <= 3 * PLAN.max_tokens
+    await store.delete(ownership)
+
+
+TOKEN = "a-token-of-sixteen-or-more"
+LIMITS = Limits(
+    context_length=64,
+    vocabulary_size=512,
+    max_tokens=8,
+    max_prompt_characters=64,
+    max_speculative_tokens=8,
+    default_speculative_tokens=0,
+    adaptive_by_default=False,
+    end_token_ids=frozenset(),
+)
+
+
+class CallOfAlice(GrpcCall):
+    """With her token, and no certificate."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        return [("authorization", f"Bearer {TOKEN}")]
+
+    def certificate_name(self) -> str:
+        return ""
+
+
+async def test_a_change_costs_its_caller_tokens_and_what_changes_nothing_costs_none(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(callers, "TokenBudget", partial(TokenBudget, lambda: 0.0))
+    path = tmp_path / "callers.toml"
+    path.write_text(f"[callers.alice]\ntoken = '{TOKEN}'\nmax_tokens_per_minute = 3\n")
+    known, vocabulary = callers.Callers(str(path)), Vocabulary.load(str(MODELS / "tiny-target"), "")
+    sessions = Sessions(store, "A", 60.0)
+    runtime = SimpleNamespace(callers=known, sessions=sessions, vocabulary=vocabulary, limits=lambda: LIMITS)
+    updates = SamplingUpdates(runtime, Metrics(CollectorRegistry()))  # type: ignore[arg-type]
+
+    async def change(request_id: str = "r", **fields: Any) -> api.UpdateSamplingResponse:
+        return await updates.run(api.UpdateSamplingRequest(request_id=request_id, **fields), CallOfAlice())
+
+    async def refusal(request_id: str = "r", **fields: Any) -> RequestFailed:
+        with pytest.raises(RequestFailed) as caught:
+            await change(request_id, **fields)
+        return caught.value
+
+    def left() -> float:
+        return known._budgets["alice"]._left
+
+    plan = await SamplingUpdate(api.UpdateSamplingRequest(), vocabulary, LIMITS).change(PLAN)  # every default resolved
+    ownership = await store.create("r", b"print", stored_request.encode(plan, "model", "alice"), plan.prompt, "A")
+    assert await change() == api.UpdateSamplingResponse(), "nothing is asked for"
+    assert left() == 3
+    first = await change(temperature=0.5)
+    assert (first.config_version, first.completion_tokens, left()) == (1, 0, 1)
+    assert await change(temperature=0.5) == first
+    early = await refusal(temperature=0.7)
+    assert isinstance(early, Overloaded)
+    assert early.reason == "CHANGED_TOO_SOON"
+    assert early.retry_after
+    assert isinstance(await refusal("another", temperature=0.7), NotFound)
+    assert isinstance(await refusal(temperature=-1.0), InvalidArgument)
+    assert left() == 1
+    again = (await store.reread(ownership)).ownership
+    assert again is not None
+    await store.commit(again, again.epoch, 3, wire.encode_ids([9]))
+    second = await change(temperature=0.7)
+    assert (second.config_version, second.completion_tokens, left()) == (2, 1, -1)
+    # Before any work: nobody looks whether there is such a request.
+    for request_id in ("r", "another"):
+        refused = await refusal(request_id, temperature=0.7)
+        assert isinstance(refused, Overloaded)
+        assert (refused.reason, refused.retry_after) == ("CALLER_TOKENS", 40.0)
+    assert left() == -1
+    await store.delete(again)

@@ -353,17 +353,20 @@ class TestEnd:
         before = await store.read("r")
         kept = {key: redis_server.command("DUMP", key) for key in keys_of("r")}
         assert before is not None
-        assert await store.update(before, b"lost") == Update(1, 3)
+        assert await store.update(before, b"lost") == Update(1, 3, took_effect=True)
         owner = (await store.take_over("r", "B")).ownership
         assert owner is not None
         for key, dump in kept.items():
             redis_server.command("RESTORE", key, 60_000, dump, "REPLACE")
         redis_server.command("HSET", keys_of("r")[0], "fence", owner.fence, "claim", owner.claim)
-        assert await store.update(before, b"second") == Update(1, 3)
+        assert await store.update(before, b"second") == Update(1, 3, took_effect=True)
         for call in (store.commit(owner, owner.epoch, 3, encode(4)), store.finish(owner, owner.epoch, b"result")):
             with pytest.raises(EpochConflict):
                 await call
-        # A further one is beyond all that the owner may have sent to its workers.
+        # A further one, once a token was committed, is beyond all that the owner may have sent to its workers.
+        meanwhile = (await store.reread(owner)).ownership
+        assert meanwhile is not None
+        await store.commit(meanwhile, meanwhile.epoch, 3, encode(4))
         second = await store.read("r")
         assert second is not None
         await store.update(second, b"third")
@@ -371,7 +374,7 @@ class TestEnd:
             await store.commit(owner, owner.epoch, 3, encode(4))
         again = (await store.reread(owner)).ownership
         assert again is not None
-        await store.commit(again, again.epoch, 3, encode(4))
+        await store.commit(again, again.epoch, 4, encode(5))
 
     async def test_finish_needs_the_last_epoch(self, store: SessionStore) -> None:
         ownership = await create(store)
@@ -434,7 +437,7 @@ class TestLostReplies:
         before = await far_store.read("r")
         assert before is not None
         lose_reply()
-        assert await far_store.update(before, b"another") == Update(1, 3)
+        assert await far_store.update(before, b"another") == Update(1, 3, took_effect=True)
         with pytest.raises(ConfigChanged):
             await far_store.commit(ownership, 0, 3, encode(4))
         again = (await far_store.reread(ownership)).ownership
@@ -1081,7 +1084,7 @@ class TestDurability:
                 with pytest.raises(ConfigChanged):
                     await call(patient)
             for call in calls[2:]:
-                assert await call(patient) == Update(1, 3)
+                assert await call(patient) == Update(1, 3, took_effect=False)
 
     async def test_a_commit_counts_once_it_is_on_disk(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server({"appendonly": "yes", "appendfsync": "everysec"})

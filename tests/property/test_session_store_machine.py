@@ -32,6 +32,7 @@ from orchestrator.redis_scripts import Patience, Script, ScriptPipeline
 from orchestrator.session_store import (
     AlreadyExists,
     AlreadyFinished,
+    ChangedTooSoon,
     ConfigChanged,
     EpochConflict,
     FencedOff,
@@ -53,6 +54,7 @@ pytest_plugins = ("tests.support.redis_fixtures",)
 
 OWNERS = ("A", "B")
 REQUEST_IDS = ("r0", "r1")
+REFUSALS = (AlreadyExists, AlreadyFinished, ChangedTooSoon, ConfigChanged, EpochConflict, FencedOff, StateLost)
 RUNNING_TTL, FINISHED_TTL, ABANDONED_TTL, AGED_TTL = 900, 300, 150, 60
 
 
@@ -151,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pipelines[owner].lose_next = lose_reply
         try:
             return self.loop.run_until_complete(call(self.stores[owner]))
-        except (AlreadyExists, AlreadyFinished, ConfigChanged, EpochConflict, FencedOff, StateLost) as refusal:
+        except REFUSALS as refusal:
             return refusal
 
     # Steps.
@@ -280,12 +282,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not again and not believed_right:
             self.check(outcome, ConfigChanged)
             return
+        if not again and session.config_version and len(session.tokens) == session.config_length:
+            self.check(outcome, ChangedTooSoon)
+            return
         if not again:
             self.read_for_update[request_id] = before
             session.config, session.config_length = config, len(session.tokens)
             session.config_version += 1
             session.epoch += 2
-        assert outcome == Update(session.config_version, session.config_length), outcome
+        assert outcome == Update(session.config_version, session.config_length, took_effect=not again), outcome
 
     def believed(self, request_id: str, belief: str) -> Snapshot:
         """What somebody has read, as far as an update sends it along."""
@@ -511,6 +516,10 @@ FAULTS = {
     "update of a finished session": ("update", "if status ~= 'running'", "if false"),
     "update that does not know itself": ("update", "in_force = version == base + 1 and", "in_force = false and"),
     "update that knows itself by number": ("update", "base + 1 and request == ARGV[3]", "base + 1"),
+    "update right after another one": ("update", "if version > 0 and length == since", "if false"),
+    "update that waits though it is the first": ("update", "if version > 0 and length", "if length"),
+    "update that takes its own for another's": ("update", "if tag == ARGV[4] then", "if false then"),
+    "update that takes another's for its own": ("update", "if tag == ARGV[4] then", "if true then"),
     "update of damaged tokens": ("update", "if redis.call('STRLEN'", "if false and redis.call('STRLEN'"),
     "take-over that forgets the version": ("take_over", "'config_version', 'config_length'", "'gone', 'config_length'"),
     "create over a session": ("create", "if fence then", "if false then"),

@@ -7,9 +7,9 @@ against every state. A fault changes one rule; `explore` must find a state that 
 What is modelled: a commit is sent, may reach the store or not, may be answered or not, and is sent again when the answer is missing;
 the next round's tokens are made before the answer (one verification ahead); a caller that loses patience resumes at any
 orchestrator with the number of tokens it has; an owner that was fenced off ends its stream. Messages that are under way may arrive late,
-after the sender has gone. Somebody may change the sampling: the store puts another version in force, and an owner learns of it by its next
-commit, rereads, and draws anew. The tokens of a round are a function of their position alone (greedy or COUPLED), or not (SAMPLED):
-then two owners draw different tokens for one position.
+after the sender has gone. Somebody may change the sampling: the store puts another version in force, once a token was committed under the
+one before, and an owner learns of it by its next commit, rereads, and draws anew. The tokens of a round are a function of their
+position alone (greedy or COUPLED), or not (SAMPLED): then two owners draw different tokens for one position.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Rules:
     """An owner whose sampling was changed draws its round anew."""
     rereads_what_is_committed: bool = True
     """And takes a round for committed whose commit was stored before the change, though its answer was lost."""
+    changes_wait_for_a_commit: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def violation(world: World) -> str:
         return "a token is missing or doubled"
     if any(token[-1] != str(world.store.version) for token in stored[world.store.changed_at :]):
         return "a token of the former sampling behind the change"
+    if world.store.version > len(stored) + 1:
+        return "changes keep the request from going on"
     if world.store.epoch < world.highest_epoch:
         return "the epoch goes back"
     if world.refused:
@@ -191,7 +194,7 @@ def steps(world: World, rules: Rules, bounds: Bounds) -> Iterator[tuple[str, Wor
         yield from _rounds(world, index, owner, rules, bounds)
         yield from _crash(world, index, owner, bounds)
         yield from _resume(world, index, owner, rules, bounds)
-    yield from _update(world, bounds)
+    yield from _update(world, rules, bounds)
     for message in world.messages:
         yield f"commit of {message.sender} is lost", replace(world, messages=world.messages - {message})
         yield from _deliver(world, message, rules)
@@ -255,10 +258,11 @@ def _resume(world: World, index: int, owner: Owner, rules: Rules, bounds: Bounds
     yield f"the caller resumes at {owner.name}", _emitted(following, index, taken, source)
 
 
-def _update(world: World, bounds: Bounds) -> Iterator[tuple[str, World]]:
+def _update(world: World, rules: Rules, bounds: Bounds) -> Iterator[tuple[str, World]]:
     """Somebody changes the sampling, whoever runs the request."""
-    if world.updates < bounds.updates:
-        store = world.store
+    store = world.store
+    too_soon = store.version > 0 and len(store.tokens) == store.changed_at
+    if world.updates < bounds.updates and not (too_soon and rules.changes_wait_for_a_commit):
         # The epoch rises by two: past the round that the owner may have begun ahead of its commit.
         changed = replace(store, version=store.version + 1, changed_at=len(store.tokens), epoch=store.epoch + 2)
         yield (

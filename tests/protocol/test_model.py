@@ -11,6 +11,7 @@ from tests.protocol.model import Bounds, Broken, Rules, explore
 BOUNDS = Bounds()
 TWO_TOKENS = Bounds(tokens_per_round=2, resumes=1)
 CHANGED = Bounds(crashes=0, resumes=1, sends=4, updates=1)
+CHANGED_TWICE = Bounds(resumes=1, updates=2)
 # What each rule is there for: the promise that falls without it.
 FAULTS = {
     "checks_fence": "the rightful owner is refused",
@@ -23,12 +24,15 @@ FAULTS = {
     "checks_version": "the rightful owner is refused",
     "drops_the_round": "a token of the former sampling behind the change",
     "rereads_what_is_committed": "the rightful owner is refused",
+    "changes_wait_for_a_commit": "keep the request from going on",
 }
 OF_CHANGES = ("checks_version", "drops_the_round", "rereads_what_is_committed")
 
 
 @pytest.mark.parametrize(
-    "bounds", [BOUNDS, TWO_TOKENS, CHANGED], ids=["two take-overs", "two tokens a round", "a change"]
+    "bounds",
+    [BOUNDS, TWO_TOKENS, CHANGED, CHANGED_TWICE],
+    ids=["two take-overs", "two tokens a round", "a change", "two changes"],
 )
 def test_no_order_of_events_breaks_a_promise(bounds: Bounds) -> None:
     states = explore(Rules(), bounds)
@@ -42,7 +46,8 @@ def test_every_rule_has_its_fault() -> None:
 
 @pytest.mark.parametrize("rule", FAULTS)
 def test_a_planted_fault_is_found(rule: str) -> None:
-    bounds = {"retries_the_same_tokens": TWO_TOKENS, **dict.fromkeys(OF_CHANGES, CHANGED)}.get(rule, BOUNDS)
+    others = {"retries_the_same_tokens": TWO_TOKENS, "changes_wait_for_a_commit": CHANGED_TWICE}
+    bounds = {**others, **dict.fromkeys(OF_CHANGES, CHANGED)}.get(rule, BOUNDS)
     with pytest.raises(Broken, match=FAULTS[rule]) as caught:
         explore(replace(Rules(), **{rule: False}), bounds)
     print(caught.value)
