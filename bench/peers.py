@@ -2,7 +2,8 @@
 
 Each prompt is decoded in all ways, one after the other, `repeats` times over, so that a machine whose speed drifts treats all alike.
 Tandem runs the draft and the target with so many threads each; transformers runs one after the other in one process with the threads
-of both. All get the same prompt ids, nothing of a prompt is in a cache beforehand, and end tokens count as any other.
+of both, as far as there are cores. All get the same prompt ids, nothing of a prompt is in a cache beforehand, and end tokens count as
+any other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ async def measure(options: PeersOptions) -> PeersResult:
             await services.warm_up(options.ways)
             for name, temperature in steps(options.cases, "peers"):
                 rows += peers_rows(name, temperature, await _case(services, peer, options, name, temperature))
-    return PeersResult(str(options.models), 2 * options.models.threads, options.max_tokens, rows)
+    return PeersResult(str(options.models), _peer_threads(options.models), options.max_tokens, rows)
 
 
 async def _case(
@@ -112,7 +112,6 @@ async def _tandem(
         top_p=1.0,
         seed=seed,
         ignore_eos=True,
-        cache_salt=uuid.uuid4().hex,
     )
     heard = await services.decode(request, way)
     if heard.finish.speculation.degraded_rounds:
@@ -120,9 +119,13 @@ async def _tandem(
     return Decoded(heard.token_ids, tuple(arrival - heard.asked for arrival in heard.arrivals), heard.tokens)
 
 
+def _peer_threads(models: ModelPair) -> int:
+    return min(2 * models.threads, os.cpu_count() or 1)
+
+
 @asynccontextmanager
 async def _running_peer(models: ModelPair) -> AsyncIterator[_Peer]:
-    threads = str(2 * models.threads)
+    threads = str(_peer_threads(models))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.transformers_peer"),
         *(str(models.target), str(models.draft), models.dtype, threads),

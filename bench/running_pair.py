@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.request
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class ModelPair:
     """Of each."""
 
     def __str__(self) -> str:
-        return f"{self.target.name} with {self.draft.name}: {self.dtype}, {self.threads} thread each"
+        return f"{self.target.name} with {self.draft.name}: {self.dtype}, {self.threads} thread{'s' if self.threads > 1 else ''} each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,10 @@ class RunningPair:
     workers: WorkerStreams
 
     async def decode(self, request: api.GenerateRequest, way: Way) -> Heard:
-        """Runs `request` in that way."""
+        """Runs `request` in that way, with nothing of its prompt in any cache."""
         asked = api.GenerateRequest()
         asked.CopyFrom(request)
+        asked.cache_salt = uuid.uuid4().hex
         if way.gamma is None:
             asked.ClearField("num_speculative_tokens")
             asked.adaptive_speculative_tokens = True
@@ -118,10 +120,10 @@ async def running_pair(
     """Starts the services; `ahead`, `far`: with what RunningPair has of that kind."""
     draft, target, eager, metrics = (free_address() for _ in range(4))
     async with contextlib.AsyncExitStack() as stack:
-        workers = [_worker("target", target, models), _worker("draft", draft, models)]
+        workers = [planned_worker("target", target, models), planned_worker("draft", draft, models)]
         if ahead:
             works_ahead = {"TANDEM_DRAFT_AHEAD_ROWS": str(AHEAD_ROWS), "TANDEM_DRAFT_METRICS_LISTEN": metrics}
-            workers.append(_worker("draft", eager, models, works_ahead))
+            workers.append(planned_worker("draft", eager, models, works_ahead))
         run_all(stack, workers, folder)
         links = tuple(stack.enter_context(DelayedLink(worker)) for worker in (draft, target)) if far else ()
         redis_url = stack.enter_context(running_store(folder))
@@ -150,7 +152,8 @@ async def running_pair(
         )
 
 
-def _worker(role: str, listen: str, models: ModelPair, more: Mapping[str, str] | None = None) -> Planned:
+def planned_worker(role: str, listen: str, models: ModelPair, more: Mapping[str, str] | None = None) -> Planned:
+    """A draft or a target of the pair, with `more` of its variables."""
     environment = {
         "LISTEN": listen,
         "MODEL": str(models.target if role == "target" else models.draft),

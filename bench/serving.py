@@ -11,6 +11,7 @@ import itertools
 import tempfile
 import time
 import urllib.request
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,8 +91,11 @@ async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
 
 
 def _requests(bench: _Bench, count: int, gamma: int, first: int) -> list[api.GenerateRequest]:
-    """Different prompts, none of which shares its beginning with another."""
-    return [_request(bench, random_token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
+    """Different prompts, none of which shares its beginning with another, nor finds itself in a cache."""
+    requests = [_request(bench, random_token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
+    for request in requests:
+        request.cache_salt = uuid.uuid4().hex
+    return requests
 
 
 def random_token_ids(seed: int, count: int) -> list[int]:
@@ -202,7 +206,7 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
         yield _Bench(calls[0], calls[1], process, metrics, streams, options)
 
 
-def planned_worker(role: str, listen: str, metrics: str, options: ServingOptions, gather: bool = True) -> Planned:
+def planned_worker(role: str, listen: str, metrics: str, options: ServingOptions, gather: bool = False) -> Planned:
     """A draft, or a target that serves its metrics."""
     models, prefix = options.models, f"TANDEM_{role.upper()}"
     environment = {

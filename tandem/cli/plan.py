@@ -111,7 +111,7 @@ def _worker(settings: StackSettings, name: str) -> ServiceSpec:
         f"{name}_service",
         {
             model_variable(name): model,
-            threads: settings.environment.get(threads) or str(default_threads(name)),
+            threads: settings.environment.get(threads) or str(default_threads(name, settings.environment)),
         },
         detail=Path(model).name,
     )

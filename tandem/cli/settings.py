@@ -149,9 +149,16 @@ def load_settings(environment: Mapping[str, str]) -> StackSettings:
     )
 
 
-def default_threads(service: str) -> int:
-    """Torch threads of a worker: draft and target run at the same time and must not fight for cores."""
-    return 1 if service == "draft" else max(1, (os.cpu_count() or 1) // 2)
+def default_threads(service: str, environment: Mapping[str, str]) -> int:
+    """Torch threads of a worker; 0: as many as torch finds cores.
+
+    Draft and target take turns at the same request, so each may have all cores, but a small draft gains nothing from more
+    than two. A draft that works ahead runs at the same time, and then they must not fight for cores.
+    """
+    cores = os.cpu_count() or 1
+    if environment.get("TANDEM_DRAFT_AHEAD_ROWS", "").strip() not in ("", "0"):
+        return 1 if service == "draft" else max(1, cores // 2)
+    return min(2, cores) if service == "draft" else 0
 
 
 def _external(environment: Mapping[str, str], service: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,19 @@ def test_everything_is_embedded_by_default(variables):
     assert environment["TANDEM_TARGET_ADDRESSES"] == "127.0.0.1:50053"
     assert environment["TANDEM_REDIS_URL"] == "redis://127.0.0.1:6399/0"
     assert environment["TANDEM_TOKENIZER"] == variables["TANDEM_TARGET_MODEL"]
-    assert planned.services[1].environment["TANDEM_DRAFT_THREADS"] == "1"
+
+
+def test_draft_and_target_share_the_cores_where_they_run_at_the_same_time(variables):
+    def threads() -> list[str]:
+        draft, target = plan(variables).services[1:3]
+        return [draft.environment["TANDEM_DRAFT_THREADS"], target.environment["TANDEM_TARGET_THREADS"]]
+
+    cores = os.cpu_count() or 1
+    assert threads() == [str(min(2, cores)), "0"]
+    variables["TANDEM_DRAFT_AHEAD_ROWS"] = "4"
+    assert threads() == ["1", str(max(1, cores // 2))]
+    variables["TANDEM_TARGET_THREADS"] = "3"
+    assert threads() == ["1", "3"]
 
 
 def test_a_flag_wins_over_its_variable(variables):
