@@ -143,11 +143,17 @@ def bind(server: grpc.aio.Server, address: str, variable: str, files: ServerFile
     """
     credentials = files.credentials()
     port = _listen(server, address, variable, credentials)
-    if credentials is None and not _is_loopback(address):
+    if credentials is None:
+        warn_of_plain_text(address, variable)
+    return port
+
+
+def warn_of_plain_text(address: str, variable: str) -> None:
+    """Says in the log that what listens there is open to other machines, if it is."""
+    if not _is_loopback(address):
         log.warning(
             "%s: %s is open to other machines, in plain text: TANDEM_TLS_CERTIFICATE is not set", variable, address
         )
-    return port
 
 
 def _listen(server: grpc.aio.Server, address: str, variable: str, credentials: grpc.ServerCredentials | None) -> int:

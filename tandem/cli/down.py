@@ -10,7 +10,7 @@ from rich.console import Console
 from tandem.cli.progress import Progress
 from tandem.cli.settings import stack_home, with_flags
 from tandem.cli.stack import stop_services
-from tandem.cli.state import StateFile
+from tandem.cli.state import RunningService, StateFile
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -19,8 +19,10 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     file = StateFile(stack_home(with_flags(arguments, environment)))
     with file.locked():
         state = file.load()
-        alive = state.alive() if state is not None else ()
-        stop_services(alive, progress.note)
+        alive: tuple[RunningService, ...] = ()
+        if state is not None:
+            alive = state.alive()
+            stop_services(alive, state.choices, progress.note)
         file.remove()
     names = ", ".join(service.name for service in reversed(alive))
     progress.note(f"stopped {names}" if names else "nothing was running")

@@ -30,7 +30,7 @@ def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackS
                 f"a demo is running (pid {state.starter.pid}): wait for it, or set TANDEM_HOME to another folder"
             )
         note("stopping what a demo that was killed left behind")
-        stop_services(state.services, note)
+        stop_services(state.services, state.choices, note)
         file.remove()
         return None
     # What is started beside running services has to be what it was before.

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise CliError("--system is a chat message; it can't be used with --raw", USAGE)
     if arguments.logprobs is not None and not arguments.json:
         raise CliError("log-probabilities have no place in the text; --logprobs needs --json", USAGE)
+    if arguments.json and (arguments.stats or arguments.kinds):
+        raise CliError("--json has the statistics and the kinds of the tokens already", USAGE)
     start = _call(arguments)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
@@ -59,7 +61,8 @@ def _call(arguments: argparse.Namespace) -> Callable[[TandemClient], Generation]
         return lambda client: client.generate(
             prompt, options, request_id=arguments.request_id, timeout=arguments.timeout
         )
-    if arguments.prompt is not None or options_of(arguments) != GenerationOptions():
+    given = (arguments.prompt is not None, arguments.request_id, arguments.raw, arguments.system)
+    if any(given) or options_of(arguments) != GenerationOptions():
         raise CliError("a request that is resumed has its prompt and its options already", USAGE)
     return lambda client: client.resume(arguments.resume, arguments.offset or 0, timeout=arguments.timeout)
 

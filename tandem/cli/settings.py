@@ -38,7 +38,7 @@ FURTHER_LISTENS = frozenset(
     }
 )
 # How to make a default model that isn't there.
-MODEL_TARGETS = {"draft": "make draft-model", "target": "make models"}
+MODEL_TARGETS = {"draft": "git checkout models/smol-draft", "target": "make models"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

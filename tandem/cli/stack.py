@@ -10,11 +10,11 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tandem.cli.choices import choices
+from tandem.cli.choices import SETTING, choices
 from tandem.cli.errors import CliError
 from tandem.cli.plan import ServiceSpec, StackPlan
 from tandem.cli.ports import require_free
@@ -24,8 +24,10 @@ from tandem.cli.readiness import Probe, open_probe
 from tandem.cli.settings import StackSettings
 from tandem.cli.state import RunningService, StackState, StateFile
 
-# Services drain their running requests on SIGTERM; longer than that is a hang.
-STOP_GRACE_SECONDS = 15.0
+DEFAULT_DRAIN_SECONDS = 20.0
+"""The orchestrator's; a worker's is shorter."""
+CLOSING_SECONDS = 12.0
+"""What a service takes at most to end once it has drained; longer is a hang."""
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20
 
@@ -71,7 +73,7 @@ class Stack:
     def stop(self) -> None:
         """Stops what this stack started."""
         started = [service for service in self.state.services if service.name in self._children]
-        stop_services(started, self._progress.note)
+        stop_services(started, self.state.choices, self._progress.note)
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1)
@@ -144,13 +146,21 @@ class Stack:
         return "\n".join([f"the end of {log}:", *(f"  | {line}" for line in last_lines(log, _LOG_LINES))])
 
 
-def stop_services(services: Iterable[RunningService], note: Callable[[str], None]) -> None:
+def grace_seconds(started_with: Mapping[str, str]) -> float:
+    """How long services that were started with these choices may take to end: requests that run go on for a while."""
+    return float(started_with.get(f"{SETTING}TANDEM_DRAIN_SECONDS", DEFAULT_DRAIN_SECONDS)) + CLOSING_SECONDS
+
+
+def stop_services(
+    services: Iterable[RunningService], started_with: Mapping[str, str], note: Callable[[str], None]
+) -> None:
     """Stops services, callers before what they call. A second Ctrl-C kills what is left."""
+    grace = grace_seconds(started_with)
     left = [service for service in reversed(tuple(services)) if is_alive(service.process)]
     try:
         for service in left:
-            if not stop(service.process, STOP_GRACE_SECONDS):
-                note(f"{service.name} did not stop within {STOP_GRACE_SECONDS:g} s and was killed; see {service.log}")
+            if not stop(service.process, grace):
+                note(f"{service.name} did not stop within {grace:g} s and was killed; see {service.log}")
     except BaseException:
         for service in left:
             kill(service.process)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,20 @@ from tandem.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from .errors import CancelledCallError, ProtocolError, to_tandem_error
 from .messages import build_request, build_update, to_chunk, to_sampling_in_force
 from .values import Chunk, GenerationOptions, Prompt, SamplingChange, SamplingInForce
+
+
+async def _heard(answer: Awaitable[Any]) -> Any:
+    """What the server answers; raises TandemError."""
+    try:
+        return await answer
+    except grpc.aio.AioRpcError as error:
+        raise to_tandem_error(error) from error
+    except asyncio.CancelledError:
+        # gRPC raises it for a cancelled call too, which is no reason to end this task.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise CancelledCallError(grpc.StatusCode.CANCELLED, "the call was cancelled") from None
 
 
 class AsyncGeneration(AsyncIterator[Chunk]):
@@ -37,16 +51,7 @@ class AsyncGeneration(AsyncIterator[Chunk]):
         return chunk
 
     async def _read(self) -> Any:
-        try:
-            return await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise to_tandem_error(error) from error
-        except asyncio.CancelledError:
-            # gRPC raises it for a cancelled call too, which is no reason to end this task.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise CancelledCallError(grpc.StatusCode.CANCELLED, "the call was cancelled") from None
+        return await _heard(self._call.read())
 
     def cancel(self) -> None:
         """Ends the call; the server drops the request. Harmless when it is over."""
@@ -85,7 +90,8 @@ class AsyncTandemClient:
         request_id: str = "",
         timeout: float | None = None,
     ) -> AsyncGeneration:
-        """Starts a generation. Errors are raised by the iteration, as TandemError."""
+        """Starts a generation. What the server says is raised by the iteration, as TandemError; what can't be sent at all here, as
+        ValueError or TypeError."""
         request = build_request(prompt, options or GenerationOptions(), request_id)
         return self._start(request, timeout)
 
@@ -105,13 +111,10 @@ class AsyncTandemClient:
         """Changes the sampling of a running request, on any orchestrator, for the tokens after those that are committed; the answer
         says how many these are. Repeating it is harmless. Raises InvalidRequestError, NotFoundError, FinishedError among others, and
         OverloadedError where no token was committed since the last change."""
-        try:
-            response = await self._stub.UpdateSampling(
-                build_update(request_id, change), timeout=timeout, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise to_tandem_error(error) from error
-        return to_sampling_in_force(response)
+        update = build_update(request_id, change)
+        return to_sampling_in_force(
+            await _heard(self._stub.UpdateSampling(update, timeout=timeout, metadata=self._metadata))
+        )
 
     def _start(self, request: orchestrator_pb2.GenerateRequest, timeout: float | None) -> AsyncGeneration:
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)

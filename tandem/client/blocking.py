@@ -25,7 +25,7 @@ class _Call(Protocol):
 
 
 class Generation(Iterator[Chunk]):
-    """A running generation: iterate over its chunks, or cancel it."""
+    """A running generation: iterate over its chunks, or cancel it. As a context manager it is cancelled when it is left."""
 
     def __init__(self, call: _Call, completions: int = 1) -> None:
         self._call = call
@@ -46,6 +46,14 @@ class Generation(Iterator[Chunk]):
     def cancel(self) -> None:
         """Ends the call; the server drops the request. Harmless when it is over."""
         self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
 
 
 class TandemClient:
@@ -72,7 +80,8 @@ class TandemClient:
         request_id: str = "",
         timeout: float | None = None,
     ) -> Generation:
-        """Starts a generation. Errors are raised by the iteration, as TandemError."""
+        """Starts a generation. What the server says is raised by the iteration, as TandemError; what can't be sent at all here, as
+        ValueError or TypeError."""
         request = build_request(prompt, options or GenerationOptions(), request_id)
         return Generation(self._stub.Generate(request, timeout=timeout, metadata=self._metadata), max(request.n, 1))
 

@@ -47,7 +47,8 @@ class UnavailableError(TandemError):
 
 
 class OverloadedError(TandemError):
-    """Too many requests; try again after `retry_after_seconds`."""
+    """Too many requests: try again after `retry_after_seconds`. Where that is None, one thing was too large, such as the message, and
+    asking again doesn't help."""
 
 
 class TakenOverError(TandemError):

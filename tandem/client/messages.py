@@ -28,11 +28,15 @@ from .values import (
 
 _OPTIONAL_FLAGS = frozenset({"adaptive_speculative_tokens", "skip_special_tokens"})
 """Where false is not the same as unset."""
+_SEQUENCES = frozenset(
+    {"stop", "stop_token_ids", "bad_words", "bad_words_token_ids", "banned_token_ids", "allowed_token_ids"}
+)
 _CONVERTED = frozenset({"method", "bad_words_token_ids", "logprobs_mode"})
 
 
 def build_request(prompt: Prompt, options: GenerationOptions, request_id: str) -> orchestrator_pb2.GenerateRequest:
-    """The wire form of a request; raises ValueError where a value doesn't fit its field at all."""
+    """The wire form of a request; raises ValueError or TypeError where a value doesn't fit its field at all."""
+    _check_sequences(options)
     set_fields = {
         name: value
         for name, value in dataclasses.asdict(options).items()
@@ -61,6 +65,7 @@ _CHANGED_NUMBERS = (
 
 def build_update(request_id: str, change: SamplingChange) -> orchestrator_pb2.UpdateSamplingRequest:
     """The wire form of a change; raises ValueError or TypeError where a value doesn't fit its field at all."""
+    _check_sequences(change)
     numbers = {name: getattr(change, name) for name in _CHANGED_NUMBERS}
     update = orchestrator_pb2.UpdateSamplingRequest(request_id=request_id, **numbers)
     if change.logit_bias is not None:
@@ -73,6 +78,14 @@ def build_update(request_id: str, change: SamplingChange) -> orchestrator_pb2.Up
         sequences = [sampling_pb2.TokenSequence(ids=ids) for ids in change.bad_words_token_ids or ()]
         update.bad_words.CopyFrom(orchestrator_pb2.BadWords(texts=change.bad_words or (), token_ids=sequences))
     return update
+
+
+def _check_sequences(values: GenerationOptions | SamplingChange) -> None:
+    """Text is a sequence too, of characters, and nobody means those."""
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        if field.name in _SEQUENCES and isinstance(value, str | bytes):
+            raise TypeError(f"{field.name}: a sequence is expected, such as [{value!r}]")
 
 
 def to_sampling_in_force(response: orchestrator_pb2.UpdateSamplingResponse) -> SamplingInForce:

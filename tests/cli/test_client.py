@@ -1,5 +1,7 @@
 """The synchronous client: what it sends, what it gives back, and how it fails."""
 
+import time
+
 import grpc
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tandem.client import (
     Method,
     OverloadedError,
     ProtocolError,
+    SamplingChange,
     StructuredOutput,
     TandemClient,
     TokenKind,
@@ -23,6 +26,7 @@ from tandem.client import (
     Usage,
     build_request,
 )
+from tandem.client.messages import build_update
 from tandem.v1 import orchestrator_pb2 as pb
 from tandem.v1 import sampling_pb2
 
@@ -137,6 +141,30 @@ def test_a_stream_without_an_end_is_not_a_success(orchestrator):
 def test_a_prompt_of_something_else_is_refused(prompt):
     with pytest.raises(TypeError):
         build_request(prompt, GenerationOptions(), "")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_request("hi", GenerationOptions(stop="END"), ""),
+        lambda: build_request("hi", GenerationOptions(stop_token_ids=b"END"), ""),
+        lambda: build_update("id", SamplingChange(bad_words="foo")),
+    ],
+)
+def test_text_is_no_sequence_of_texts(build):
+    with pytest.raises(TypeError, match="a sequence is expected"):
+        build()
+
+
+def test_leaving_the_generation_ends_the_call(orchestrator):
+    orchestrator.pause_seconds = 60
+    with TandemClient(orchestrator.address) as client:
+        with client.generate("hi") as generation:
+            assert next(generation).text == "The sky is"
+        deadline = time.monotonic() + 60
+        while not orchestrator.cancelled and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert orchestrator.cancelled == 1
 
 
 def test_token_ids_may_be_of_any_integer_type():

@@ -64,7 +64,16 @@ def test_a_request_is_resumed_by_its_name_alone(run, orchestrator):
     assert request.WhichOneof("prompt") is None
 
 
-@pytest.mark.parametrize("arguments", [["--resume=a", "text"], ["--resume=a", "--top-k=3"], ["--offset=3", "text"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--resume=a", "text"],
+        ["--resume=a", "--top-k=3"],
+        ["--offset=3", "text"],
+        ["--resume=a", "--request-id=b"],
+        ["--resume=a", "--raw"],
+    ],
+)
 def test_a_resumption_takes_nothing_else(run, orchestrator, arguments):
     assert run(*arguments)[0] == 2
     assert not orchestrator.requests
@@ -171,6 +180,8 @@ def test_nobody_listens(free_port, capsys):
         ["--raw", "--system=s", "x"],
         ["--address=nowhere", "x"],
         ["--logprobs=2", "x"],
+        ["--json", "--stats", "x"],
+        ["--json", "--kinds", "x"],
         ["--json-schema=no-such-file", "x"],
     ],
 )

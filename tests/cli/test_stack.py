@@ -16,6 +16,8 @@ import psutil
 import pytest
 import redis
 
+from tandem.cli.choices import SETTING
+from tandem.cli.stack import grace_seconds
 from tests.support.services import REPOSITORY
 
 SERVICES = ("redis", "draft", "target", "orchestrator")
@@ -267,6 +269,11 @@ def test_a_service_that_ignores_sigterm_is_killed(stack, monkeypatch):
     assert identity is not None
     assert processes.stop(identity, 0.5) is False
     assert not processes.is_alive(identity)
+
+
+def test_services_may_drain_as_long_as_they_were_started_to():
+    assert grace_seconds({}) > 20
+    assert grace_seconds({f"{SETTING}TANDEM_DRAIN_SECONDS": "60"}) > 60
 
 
 def test_a_running_store_is_used_as_it_is(stack, free_port, tmp_path):
