@@ -153,7 +153,7 @@ IMAGE_ARGS ?=
 OVERLAY    ?= cpu-demo
 NAMESPACE  ?= tandem
 KUBECTL    ?= kubectl
-ROLLED_OUT := deployment/orchestrator statefulset/target statefulset/draft
+ROLLED_OUT := statefulset/target statefulset/draft deployment/orchestrator
 
 .PHONY: images check-images kube-demo deploy smoke
 images: ## build the images with podman or docker

@@ -12,9 +12,12 @@ from decimal import Decimal
 from typing import Any
 
 from draft_service.config import DraftConfig
+from orchestrator.__main__ import CLOSE_SECONDS as REQUESTS_CLOSE_SECONDS
 from orchestrator.config import OrchestratorConfig
+from orchestrator.http.face import CLOSE_SECONDS as HTTP_CLOSE_SECONDS
 from tandem import config
 from tandem.grpc_server import LIVENESS
+from tandem.tracing import SHUTDOWN_SECONDS as SPANS_CLOSE_SECONDS
 from tandem.v1 import draft_pb2, orchestrator_pb2, target_pb2
 from target_service.config import TargetConfig
 
@@ -34,14 +37,23 @@ MADE_BY_HAND = {"tandem-redis", "tandem-public-tls"}
 """Secrets that docs/operations.md tells an operator to make."""
 PUBLIC_PORTS = [{"port": "grpc"}, {"port": "http"}]
 """Of the orchestrator."""
-CLOSING_SECONDS = 3
-"""What a service needs after its drain, at most: a second for connections, two for spans."""
+CLOSING_SECONDS = round(REQUESTS_CLOSE_SECONDS + HTTP_CLOSE_SECONDS + SPANS_CLOSE_SECONDS)
+"""What an orchestrator needs after its drain, at most. A worker needs less: it has no HTTP."""
+FETCH_SECONDS = 600
+"""What an init step that fetches a model may take before a rollout is given up."""
+PARAMETERS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+}
+"""Of the models that manifests name, by their cards."""
 PART_OF = "app.kubernetes.io/part-of"
 _NAME = "app.kubernetes.io/name"
 POD_LABELS = (PART_OF, _NAME, "app.kubernetes.io/component")
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")
+_DEMO_IMAGE = re.compile(r":[^/]*-demo$")
 _UNITS = {
     "m": Decimal("0.001"),
     **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGT", 1)},
@@ -413,12 +425,35 @@ def grace(cluster: Cluster) -> Iterator[str]:
 
 
 @rule
+def progress(cluster: Cluster) -> Iterator[str]:
+    """Orchestrators are ready once a target is: a rollout of theirs isn't given up before one can be, or they can start."""
+    target = cluster.service("target_service")
+    fetches = "initContainers" in target.pod
+    needed = _start_seconds(target) + _start_seconds(cluster.service("orchestrator")) + fetches * FETCH_SECONDS
+    for workload in cluster.of("Deployment"):
+        given = workload["spec"].get("progressDeadlineSeconds", 600)
+        if workload is cluster.service("orchestrator").workload and given < needed:
+            yield f"{name_of(workload)}: given up after {given} s, but a target and it may take {needed} s to start"
+
+
+def _start_seconds(container: Container) -> int:
+    probe = container.spec.get("startupProbe", {})
+    seconds: int = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+    return seconds
+
+
+@rule
 def images(cluster: Cluster) -> Iterator[str]:
+    used: dict[tuple[str, str], set[str]] = {}
     for container in cluster.containers():
         image = container.spec["image"]
-        _, _, tag = image.rpartition("/")[2].partition(":")
+        name, _, tag = image.rpartition("/")[2].partition(":")
         if not re.match(r"^\d+\.\d+", tag) and "@sha256:" not in image:
             yield f"{container.where}: image {image} is not pinned"
+        used.setdefault((name_of(container.workload), name.partition("@")[0]), set()).add(image)
+    for (workload, name), variants in used.items():
+        if len(variants) > 1:
+            yield f"{workload}: a node must fetch {name} in several variants: {sorted(variants)}"
 
 
 @rule
@@ -613,6 +648,34 @@ def autoscalers(cluster: Cluster) -> Iterator[str]:
 
 
 @rule
+def slots(cluster: Cluster) -> Iterator[str]:
+    """All that the orchestrators run at once has a slot at the targets, and at the drafts, however far autoscalers go."""
+    try:
+        loaded = {
+            module: config.load(CONFIGS[module], [], cluster.environment(cluster.service(module))) for module in CONFIGS
+        }
+    except config.ConfigError:
+        return  # `settings` says so
+    for at, which in ((0, "fewest"), (1, "most")):
+        running = _replicas(cluster, "orchestrator")[at] * loaded["orchestrator"].max_running_requests
+        for module in ("draft_service", "target_service"):
+            places = _replicas(cluster, module)[at] * loaded[module].slots
+            if running > places:
+                yield f"{module}: {places} slots with the {which} replicas, but orchestrators run {running} requests"
+
+
+def _replicas(cluster: Cluster, module: str) -> tuple[int, int]:
+    """The fewest and the most of a service."""
+    workload = cluster.service(module).workload
+    for scaler in cluster.of("HorizontalPodAutoscaler"):
+        reference = scaler["spec"]["scaleTargetRef"]
+        if (reference["kind"], reference["name"]) == (workload["kind"], workload["metadata"]["name"]):
+            return scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]
+    count = workload["spec"].get("replicas", 1)
+    return count, count
+
+
+@rule
 def monitors(cluster: Cluster) -> Iterator[str]:
     """ServiceMonitor is a custom resource, whose schema the validator doesn't have."""
     for monitor in cluster.of("ServiceMonitor"):
@@ -647,6 +710,40 @@ def sizes(cluster: Cluster) -> Iterator[str]:
             yield f"{container.where}: {options.threads} threads on {limits['cpu']} CPUs are throttled, and 0 is the node's"
         if not 0 < options.kv_memory_mib << 20 <= quantity(limits["memory"]) / 2:
             yield f"{container.where}: a KV cache of {options.kv_memory_mib} MiB in {limits['memory']}"
+
+
+@rule
+def models(cluster: Cluster) -> Iterator[str]:
+    """What is fetched fits the worker's memory, and twice the claim, since one model replaces another when it is complete."""
+    for container in cluster.containers():
+        if container.spec["name"] != "fetch-model":
+            continue
+        role = container.workload["metadata"]["name"]
+        source = cluster.environment(container).get(f"{role.upper()}_SOURCE", "")
+        if source not in PARAMETERS:
+            yield f"{container.where}: say in PARAMETERS how large {source} is"
+            continue
+        size = 2 * PARAMETERS[source]  # in bfloat16
+        for claim in container.workload["spec"]["volumeClaimTemplates"]:
+            if 2 * size > quantity(claim["spec"]["resources"]["requests"]["storage"]):
+                yield f"{container.where}: {source} doesn't fit twice into the claim {claim['metadata']['name']}"
+        yield from _memory_faults(cluster, cluster.service(f"{role}_service"), source, size)
+
+
+def _memory_faults(cluster: Cluster, worker: Container, source: str, size: int) -> Iterator[str]:
+    """`size`: of its file, in bytes."""
+    if _DEMO_IMAGE.search(worker.spec["image"]):
+        return  # it has the memory of the tiny pair in its image: the README of model-volume says so
+    limit = worker.spec["resources"]["limits"]["memory"]
+    try:
+        options = config.load(CONFIGS[str(worker.module)], [], cluster.environment(worker))
+        allowed = quantity(limit)
+    except (config.ConfigError, ValueError):
+        return  # `settings` or `quantities` says so
+    # In float32 on a CPU; on their way to a GPU as they are.
+    held = 2 * size + (options.kv_memory_mib << 20) if options.device == "cpu" else size
+    if held + (1 << 30) > allowed:
+        yield f"{worker.where}: {source} takes {held >> 20} MiB and 1 GiB of {limit}"
 
 
 @rule

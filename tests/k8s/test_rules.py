@@ -33,6 +33,9 @@ class Build:
     def settings(self, service: str) -> Any:
         return next(item["data"] for item in self.objects if item["metadata"]["name"].startswith(f"{service}-settings"))
 
+    def fetched(self) -> Any:
+        return next(item["data"] for item in self.objects if item["metadata"]["name"].startswith("models-"))
+
     def pod(self, kind: str, name: str) -> Any:
         return self(kind, name)["spec"]["template"]["spec"]
 
@@ -45,7 +48,10 @@ def broken(rule: str, what: Callable[[Build], object]) -> Any:
 
 
 def _on_cpu(build: Build) -> None:
-    build.settings("target").update(TANDEM_TARGET_DEVICE="cpu", TANDEM_TARGET_THREADS="16")
+    """With too many threads, and in the memory that the overlay has for a GPU's host, but with a cache beside the weights."""
+    build.settings("target").update(
+        TANDEM_TARGET_DEVICE="cpu", TANDEM_TARGET_THREADS="16", TANDEM_TARGET_KV_MEMORY_MIB=str(26 << 10)
+    )
     for kind in ("requests", "limits"):
         del build.container("StatefulSet", "target")["resources"][kind]["nvidia.com/gpu"]
 
@@ -136,9 +142,12 @@ FAULTS = [
     ),
     broken("routes", lambda b: b.settings("orchestrator").update(TANDEM_TLS_CERTIFICATE="/tls/tls.crt")),
     broken("grace", lambda b: b.pod(*TARGET).update(terminationGracePeriodSeconds=60)),
-    broken("grace", lambda b: b.settings("orchestrator").update(TANDEM_DRAIN_SECONDS="67")),
+    broken("grace", lambda b: b.settings("orchestrator").update(TANDEM_DRAIN_SECONDS="66")),
+    broken("progress", lambda b: b(*ORCHESTRATOR)["spec"].pop("progressDeadlineSeconds")),
+    broken("progress", lambda b: b.container(*TARGET)["startupProbe"].update(failureThreshold=400)),
     broken("images", lambda b: b.container(*TARGET).update(image="tandem-worker:latest")),
     broken("images", lambda b: b.container(*TARGET).update(image="registry.example.com:5000/tandem-worker")),
+    broken("images", lambda b: b.pod(*TARGET)["initContainers"][0].update(image="tandem/tandem-worker:0.1.0-cpu")),
     broken("pod_security", lambda b: b.container(*TARGET)["securityContext"].update(readOnlyRootFilesystem=False)),
     broken("pod_security", lambda b: b.pod(*TARGET)["securityContext"].update(runAsUser=0)),
     broken("pod_security", lambda b: b("ServiceAccount", "draft").pop("automountServiceAccountToken")),
@@ -164,9 +173,20 @@ FAULTS = [
     broken("worker_addresses", lambda b: b("Service", "draft")["spec"].pop("clusterIP")),
     broken("autoscalers", lambda b: b(*TARGET)["spec"].update(replicas=2)),
     broken("autoscalers", lambda b: b("HorizontalPodAutoscaler", "draft")["spec"].update(minReplicas=9)),
+    broken("slots", lambda b: b.settings("orchestrator").update(TANDEM_MAX_RUNNING_REQUESTS="32")),
+    broken("slots", lambda b: b.settings("draft").update(TANDEM_DRAFT_SLOTS="24")),
+    broken("slots", lambda b: b("HorizontalPodAutoscaler", "orchestrator")["spec"].update(maxReplicas=9)),
+    broken("slots", lambda b: b("HorizontalPodAutoscaler", "target")["spec"].update(minReplicas=1)),
     broken("monitors", lambda b: b("ServiceMonitor", "orchestrator")["spec"]["endpoints"][0].update(port="web")),
     broken("sizes", lambda b: b.settings("target").update(TANDEM_TARGET_DEVICE="cpu")),
     broken("sizes", _on_cpu),
+    broken("models", lambda b: b.container(*TARGET)["resources"]["limits"].update(memory="4Gi")),
+    broken("models", _on_cpu),
+    broken("models", lambda b: b.fetched().update(DRAFT_SOURCE="ORG/MODEL")),
+    broken(
+        "models",
+        lambda b: b(*TARGET)["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"].update(storage="6Gi"),
+    ),
     broken("labels_and_namespace", lambda b: b("Service", "target")["metadata"].update(namespace="default")),
     broken("labels_and_namespace", lambda b: b("Service", "target")["metadata"].update(labels={})),
 ]

@@ -59,7 +59,7 @@ def test_the_smoke_test_says_why_there_is_no_cluster(tmp_path: Path) -> None:
     assert "connection refused" in done.stderr
 
 
-@pytest.mark.parametrize("failing", ["never", "statefulset/target"])
+@pytest.mark.parametrize("failing", ["never", "statefulset/draft"])
 def test_a_deployment_is_applied_and_waited_for(tmp_path: Path, failing: str) -> None:
     log = tmp_path / "log"
     cluster = executable(tmp_path / "kubectl", f'echo "$@" >> {log}; case "$*" in *{failing}*) exit 1 ;; esac')
@@ -68,7 +68,8 @@ def test_a_deployment_is_applied_and_waited_for(tmp_path: Path, failing: str) ->
     calls = log.read_text().splitlines()
     assert calls[0] == "apply -k k8s/overlays/gpu"
     waited = [call.split()[-1] for call in calls[1:]]
-    everything = ["deployment/orchestrator", "statefulset/target", "statefulset/draft"]
+    # Orchestrators last: they are ready once a target is.
+    everything = ["statefulset/target", "statefulset/draft", "deployment/orchestrator"]
     assert (done.returncode == 0, waited) == ((True, everything) if failing == "never" else (False, everything[:2]))
 
 
