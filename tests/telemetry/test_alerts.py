@@ -151,7 +151,15 @@ def test_each_alarm_fires_when_what_it_watches_breaks(watched: Watched) -> None:
     # Three callers for one place, no collector for the spans, a store that is far.
     delay_commits(stack, 0.15)
     fires("QueueGrows", "SpansLost", "CommitsSlow")
-    unfounded = {"NoDraft", "NoTarget", "SpeculationOff", "StoreRefuses", "CacheRebuilds", "InvariantBroken"}
+    unfounded = {
+        "NoOrchestrator",
+        "NoDraft",
+        "NoTarget",
+        "SpeculationOff",
+        "StoreRefuses",
+        "CacheRebuilds",
+        "InvariantBroken",
+    }
     assert not watched.prometheus.firing() & {f"Tandem{alarm}" for alarm in unfounded}
     delay_commits(stack, 0.0)
     stack.draft.kill()
@@ -168,9 +176,11 @@ def test_each_alarm_fires_when_what_it_watches_breaks(watched: Watched) -> None:
         store.config_set("maxmemory", "0")
     stack.target.kill()
     fires("NoTarget", "RequestsFail")
+    stack.orchestrator.kill()
+    fires("NoOrchestrator")
     assert fired == NAMES
-    stack.draft.start()
-    stack.target.start()
+    for service in (stack.draft, stack.target, stack.orchestrator):
+        service.start()
     stack.orchestrator.wait_serving()
 
 
