@@ -25,7 +25,7 @@ class TargetConfig(WorkerSettings):
         256,
         least=0,
         most=65536,
-        help="requests that may wait for a cache slot, first come first served; more are refused",
+        help="requests that may wait for a cache slot, in turns by orchestrator; more are refused",
     )
     max_waiting_seconds: float = seconds(
         "TANDEM_TARGET_MAX_WAITING_SECONDS", 30.0, most=3600, help="longest wait for a cache slot"

@@ -8,11 +8,11 @@ import os
 import signal
 
 from tandem.engine import loading
-from tandem.engine.engine import WaitingLimits
 from tandem.engine.faults import ModelError
 from tandem.engine.rank_group import RankLost, follow
 from tandem.engine.ranks import ranks_from
 from tandem.engine.scheduler import StepLimits
+from tandem.engine.waiting_line import WaitingLimits
 from tandem.engine.worker_process import Prepared
 from target_service.config import TENSOR_PARALLEL, TargetConfig
 from target_service.verifier import Verifier

@@ -34,6 +34,7 @@ from tandem.engine.slot_ledger import SlotLedger
 from tandem.engine.slot_pool import Move, SlotPool
 from tandem.engine.step_thread import StepThread
 from tandem.engine.stream import Answer, Stream
+from tandem.engine.waiting_line import NO_WAITING, SlotShares, WaitingLimits, WaitingLine, WaitingStats
 from tandem.engine.work import Step
 from tandem.sampling import SamplingParams
 from tandem.structured_output import Forms, FormStats
@@ -46,18 +47,6 @@ MAX_REQUEST_ID_CHARACTERS = 160
 MAX_SALT_CHARACTERS = 128
 _STOP_SECONDS = 5.0
 _TIMER_SLACK_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingLimits:
-    """How many new sessions may wait for a cache slot, in the order in which they came, and for how long."""
-
-    sessions: int = 0
-    """More are refused at once."""
-    seconds: float = 30.0
-
-
-NO_WAITING = WaitingLimits()
 
 
 @dataclass(slots=True)
@@ -84,6 +73,7 @@ class EngineStats:
     slots_used: int = 0
     running: int = 0
     waiting: int = 0
+    line: WaitingStats = field(default_factory=WaitingStats)
     most_tokens: int = 0
     """Padded tokens that a forward of several items may have: falls where the memory turns out too small."""
     ahead: AheadStats = field(default_factory=AheadStats)
@@ -102,6 +92,8 @@ class Engine(Generic[JobT]):
         *,
         limits: StepLimits,
         waiting: WaitingLimits = NO_WAITING,
+        slots_per_stream: int = 0,
+        displace: bool = False,
         on_death: Callable[[], None],
         reuse_prefixes: bool = True,
         idle: IdleWork | None = None,
@@ -109,7 +101,9 @@ class Engine(Generic[JobT]):
         gather: bool = False,
         debug_invariants: bool = False,
     ) -> None:
-        """`gather`: steps wait a moment for sessions that are about to come back, where it pays."""
+        """`slots_per_stream`: cache slots that a stream may hold; 0: all there are. `displace`: a session that finds no slot may
+        take one from a stream with more of them, where a session that is lost costs its request nothing but speed. `gather`:
+        steps wait a moment for sessions that are about to come back, where it pays."""
         self.stats = EngineStats()
         self._lm = lm
         self._method = method
@@ -137,9 +131,9 @@ class Engine(Generic[JobT]):
         self._gathering_since: float | None = None
         self._short_feed = limits.short_feed
         self._jobs: dict[Session, JobT] = {}
-        self._waiting_limits = waiting
-        self._waiting: dict[Session, float] = {}
-        """Sessions without a slot, in the order in which they came, with the time at which they came."""
+        self._shares = SlotShares(slots_per_stream)
+        self._line = WaitingLine(waiting, self._shares)
+        self._displaces = displace
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
         self._draining = False
         self._drained = asyncio.Event()
@@ -248,8 +242,8 @@ class Engine(Generic[JobT]):
         session.apply(item.prefix, job.block, self._lm.max_length, self._lm.padded_vocabulary_size)
         job.session, job.stream, job.sampling = session, stream, sampling
         seated = session.slot is not None
-        if not seated and not self._seat(session):
-            self._wait(session)
+        if not seated and not self._seat(stream, session) and not self._seat_instead(stream, session):
+            self._wait(stream, session)
         if known is None:
             stream.sessions[item.request_id] = session
             self._sessions += 1
@@ -270,9 +264,10 @@ class Engine(Generic[JobT]):
         if job.result is not None:
             self._finish(job)
 
-    def _seat(self, session: Session) -> bool:
+    def _seat(self, stream: Stream, session: Session) -> bool:
         """Gives the session a slot, and what of its prefix the cache holds already; False if no slot is free for it."""
-        if self._waiting and next(iter(self._waiting)) is not session:
+        turn = self._line.first()
+        if self._shares.has_all(stream) or (turn is not None and turn[1] is not session):
             return False
         seat = self._slots.acquire(session)
         if seat is None:
@@ -286,52 +281,92 @@ class Engine(Generic[JobT]):
             self._slots.forget(move.target for move in seat.moves)
             raise
         session.cached_length = seat.shared
+        self._shares.took(stream)
+        self._line.leave(stream, session)
         self.stats.prefix_tokens += session.prefix_length
         self.stats.shared_tokens += seat.shared
         self.stats.shared_sessions += seat.shared > 0
         return True
 
-    def _wait(self, session: Session) -> None:
-        """Puts the session last in the queue, or leaves it where it is there; raises ItemFault if that is full."""
-        if session in self._waiting:
-            return
-        if len(self._waiting) >= self._waiting_limits.sessions:
-            raise ItemFault(
-                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED,
-                f"all {self._slots.slots} cache slots are in use, and {len(self._waiting)} sessions wait for one",
+    def _seat_instead(self, stream: Stream, session: Session) -> bool:
+        """Gives the session the slot of another one, of the stream that holds the most: one that is idle and has the least to
+        read again. False where that stream then would have fewer than this one."""
+        richest, most = self._shares.largest()
+        if (
+            not self._displaces
+            or richest is None
+            or most < self._shares.held(stream) + 2
+            or self._shares.has_all(stream)
+        ):
+            return False
+        seated = (each for each in richest.sessions.values() if each.slot is not None)
+        displaced = min(seated, key=lambda each: (each in self._jobs, each.cached_length))
+        del richest.sessions[displaced.request_id]
+        job = self._end(richest, displaced)
+        self.stats.line.displaced += 1
+        if job is not None:
+            fault = ItemFault(
+                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, "its slot went to another orchestrator's request"
             )
-        self._waiting[session] = time.monotonic()
-        seconds = self._waiting_limits.seconds
+            self._fail(richest, displaced.request_id, job.cache_epoch, fault, displaced)
+        return self._seat(stream, session)
+
+    def _wait(self, stream: Stream, session: Session) -> None:
+        """Puts the session last in its stream's line, or leaves it where it is there; raises ItemFault if no more may wait."""
+        if session in self._line:
+            return
+        if self._line.is_full():
+            last = self._line.last_of_many(stream)
+            if last is None:
+                self.stats.line.full += 1
+                raise self._full(stream)
+            self.stats.line.gave_way += 1
+            self._turn_away(*last, self._full(last[0]))
+        self._line.join(stream, session, time.monotonic())
+        seconds = self._line.limits.seconds
         self._call_loop(partial(self._loop.call_later, seconds, self._thread.post, self._end_long_waits))
 
+    def _full(self, stream: Stream) -> ItemFault:
+        held, slots, waiting = self._shares.held(stream), self._slots.slots, len(self._line)
+        message = f"all {slots} cache slots are in use, and {waiting} sessions wait for one"
+        if self._shares.has_all(stream):
+            message = (
+                f"this orchestrator holds {held} of {slots} cache slots, as many as it may, and {waiting} sessions wait"
+            )
+        return ItemFault(worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, message)
+
     def _seat_waiting(self) -> None:
-        """Slots may be free: they go to those who wait, first come first served."""
-        for session in list(self._waiting):
+        """Slots may be free: they go to those who wait, in turns (see `waiting_line`)."""
+        while (turn := self._line.first()) is not None:
+            stream, session = turn
             job = self._jobs.get(session)
             if job is not None:  # else its last item was refused, and the next one may wait again
                 try:
-                    if not self._seat(session):
+                    if not self._seat(stream, session):
                         return
                     self._begin(job, reused=session.cached_length)
                 except Exception as error:  # noqa: BLE001 - logged and answered
                     self._fail_running(job, error)
-            del self._waiting[session]
+            self._line.leave(stream, session)
 
     def _end_long_waits(self) -> None:
         # A timer may come a little early, and there is one for each wait only.
-        latest = time.monotonic() - self._waiting_limits.seconds + _TIMER_SLACK_SECONDS
-        for session in [session for session, since in self._waiting.items() if since <= latest]:
-            fault = f"no cache slot became free within {self._waiting_limits.seconds:g} s"
-            self._turn_away(session, ItemFault(worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, fault))
+        seconds = self._line.limits.seconds
+        for stream, session in self._line.came_before(time.monotonic() - seconds + _TIMER_SLACK_SECONDS):
+            fault = ItemFault(
+                worker_pb2.ERROR_REASON_RESOURCE_EXHAUSTED, f"no cache slot became free within {seconds:g} s"
+            )
+            self.stats.line.late += 1
+            self._turn_away(stream, session, fault)
 
-    def _turn_away(self, session: Session, fault: ItemFault) -> None:
+    def _turn_away(self, stream: Stream, session: Session, fault: ItemFault) -> None:
         """Ends the wait of a session, and the session; one whose last item was refused has nothing to wait for."""
-        del self._waiting[session]
+        self._line.leave(stream, session)
         job = self._jobs.get(session)
         if job is not None:
-            self._end(session)
-            del job.stream.sessions[session.request_id]
-            self._fail(job.stream, session.request_id, job.cache_epoch, fault, session)
+            self._end(stream, session)
+            del stream.sessions[session.request_id]
+            self._fail(stream, session.request_id, job.cache_epoch, fault, session)
 
     def _copy(self, move: Move) -> None:
         self._lm.copy_tokens(move.source, move.target, move.start, move.end)
@@ -383,7 +418,7 @@ class Engine(Generic[JobT]):
     def _release_all(self, stream: Stream, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             session = stream.sessions.pop(request_id, None)
-            job = self._end(session) if session is not None else None
+            job = self._end(stream, session) if session is not None else None
             fault = ItemFault(worker_pb2.ERROR_REASON_CANCELLED, "the session was released")
             for ended in ([job] if job is not None else []) + stream.held.pop(request_id, []):
                 self._fail(stream, request_id, ended.cache_epoch, fault, session)
@@ -393,32 +428,35 @@ class Engine(Generic[JobT]):
     def _close(self, stream: Stream) -> None:
         stream.closed = True
         for session in stream.sessions.values():
-            self._end(session)
+            self._end(stream, session)
         stream.sessions.clear()
         stream.held.clear()
         self._answers.pop(stream, None)
         self._seat_waiting()
         self._count_levels()
 
-    def _end(self, session: Session) -> JobT | None:
+    def _end(self, stream: Stream, session: Session) -> JobT | None:
         """Gives the slot back; returns the job that was running."""
         job = self._jobs.pop(session, None)
         if job is not None:
             self._scheduler.remove(job)
         self._sessions -= 1
-        self._waiting.pop(session, None)
+        self._line.leave(stream, session)
         if self._idle is not None:
             self._idle.ended(session)
         if self._gathering is not None:
             self._gathering.ended(session)
         if session.slot is not None:
             self._slots.release(session)
+            self._shares.gave_back(stream)
         return job
 
     def _start_draining(self) -> None:
         self._draining = True
-        for session in list(self._waiting):
-            self._turn_away(session, ItemFault(worker_pb2.ERROR_REASON_DRAINING, "shutting down: no slot any more"))
+        for stream, session in self._line.all():
+            self._turn_away(
+                stream, session, ItemFault(worker_pb2.ERROR_REASON_DRAINING, "shutting down: no slot any more")
+            )
 
     def _run_for(self, function: Callable[[], None], done: asyncio.Future[None]) -> None:
         try:
@@ -461,7 +499,8 @@ class Engine(Generic[JobT]):
         self.stats.sessions = self._sessions
         self.stats.slots_used = self._slots.used
         self.stats.running = len(self._scheduler)
-        self.stats.waiting = len(self._waiting)
+        self.stats.waiting = len(self._line)
+        self.stats.line.most_held = self._shares.largest()[1]
         self.stats.most_tokens = self._scheduler.most_tokens
         if self._draining and not self._sessions:
             self._call_loop(self._drained.set)

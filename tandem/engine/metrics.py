@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tandem.engine.draft_stats import DraftStats
     from tandem.engine.engine import EngineStats
     from tandem.engine.idle import AheadStats
+    from tandem.engine.waiting_line import WaitingStats
 
 
 class EngineCollector(Collector):
@@ -36,6 +37,17 @@ class EngineCollector(Collector):
         )
         yield GaugeMetricFamily("tandem_sessions", "Requests known", stats.sessions)
         yield GaugeMetricFamily("tandem_sessions_waiting", "Requests that wait for a cache slot", stats.waiting)
+        yield GaugeMetricFamily(
+            "tandem_slots_of_one_orchestrator",
+            "Cache slots of the orchestrator that holds the most",
+            stats.line.most_held,
+        )
+        yield _refused(stats.line)
+        yield CounterMetricFamily(
+            "tandem_sessions_displaced",
+            "Requests whose cache slot went to another orchestrator's",
+            stats.line.displaced,
+        )
         yield GaugeMetricFamily("tandem_items_running", "Items admitted and not answered: the queue", stats.running)
         yield GaugeMetricFamily(
             "tandem_forward_tokens_limit",
@@ -74,6 +86,14 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "tandem_invariant_violations", "Items that broke an invariant", stats.invariant_violations
         )
+
+
+def _refused(stats: WaitingStats) -> Metric:
+    refused = CounterMetricFamily("tandem_sessions_refused", "Requests that got no cache slot", labels=["reason"])
+    refused.add_metric(["full"], stats.full)
+    refused.add_metric(["late"], stats.late)
+    refused.add_metric(["gave_way"], stats.gave_way)
+    return refused
 
 
 def _ahead(stats: AheadStats) -> Iterable[Metric]:

@@ -3,17 +3,23 @@
 Short feeds (verifications, draft steps, plain decoding) share one forward, or a few of like widths where padding all
 to the widest would cost more than another forward: so on a CPU, hardly ever on a GPU. Long feeds, that is prefills, are cut into
 chunks which run as a forward of their own, at most one in a step, so that a row of six tokens is never padded to a
-chunk and decoding waits for one chunk at most. Jobs are served in rotation.
+chunk and decoding waits for one chunk at most. Where a forward hasn't room for all, streams take turns, and each one's jobs:
+an orchestrator with many requests slows another one's no more than one with few does.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost
 from tandem.engine.job import JobT
+
+if TYPE_CHECKING:
+    from tandem.engine.stream import Stream
 
 _CLEARLY = 0.9
 
@@ -46,6 +52,8 @@ class Scheduler(Generic[JobT]):
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         self._jobs: dict[JobT, None] = {}
+        self._short_turns: _Turns[JobT] = _Turns()
+        self._long_turns: _Turns[JobT] = _Turns()
         self.most_tokens = max(limits.decode_tokens, limits.prefill_chunk)
         """Padded tokens of a forward of several jobs, beside the other limits: what the memory turned out to hold."""
 
@@ -81,24 +89,26 @@ class Scheduler(Generic[JobT]):
             (short if job.pending <= self._limits.short_feed else long).append(job)
         batches = []
         if short:
-            chosen = self._fit(short, self._limits.short_feed, self._limits.decode_tokens)
+            chosen = self._fit(self._short_turns, short, self._limits.short_feed, self._limits.decode_tokens)
             batches += [self._batch(group) for group in _alike(chosen, self._limits.forward_cost)]
         if long:
-            batches.append(self._batch(self._fit(long, self._limits.prefill_chunk, self._limits.prefill_chunk)))
+            chunk = self._limits.prefill_chunk
+            batches.append(self._batch(self._fit(self._long_turns, long, chunk, chunk)))
         return batches
 
-    def _fit(self, jobs: list[JobT], longest: int, budget: int) -> list[tuple[JobT, int]]:
+    def _fit(self, turns: _Turns[JobT], jobs: list[JobT], longest: int, budget: int) -> list[tuple[JobT, int]]:
         """The first jobs, with the size of each one's feed, that fit into the budget when padded to the widest."""
         budget = min(budget, self.most_tokens)
         chosen: list[tuple[JobT, int]] = []
         width = 0
-        for job in jobs:
+        for job in turns.order(jobs):
             size = _feed_size(job, longest)
             if chosen and (len(chosen) + 1) * max(width, size) > budget:
                 continue
             width = max(width, size)
             chosen.append((job, size))
         if len(chosen) < len(jobs):
+            turns.took(chosen[0][0].stream)
             for job, _ in chosen:  # served now, so last in the next round
                 del self._jobs[job]
                 self._jobs[job] = None
@@ -108,6 +118,28 @@ class Scheduler(Generic[JobT]):
     def _batch(chosen: list[tuple[JobT, int]]) -> Batch[JobT]:
         chosen.sort(key=_slot)
         return Batch([job for job, _ in chosen], [_feed(job, size) for job, size in chosen])
+
+
+class _Turns(Generic[JobT]):
+    """Whose turn it is in forwards that haven't room for all."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count(1)
+        self._last: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
+
+    def order(self, jobs: list[JobT]) -> list[JobT]:
+        """One job of each stream, then a second one of each, and so on; first the stream whose turn was longest ago."""
+        lines: dict[Stream, list[JobT]] = {}
+        for job in jobs:
+            lines.setdefault(job.stream, []).append(job)
+        if len(lines) == 1:
+            return jobs
+        in_order = [lines[stream] for stream in sorted(lines, key=lambda stream: self._last.get(stream, 0))]
+        return [job for rank in itertools.zip_longest(*in_order) for job in rank if job is not None]
+
+    def took(self, stream: Stream) -> None:
+        """It came first."""
+        self._last[stream] = next(self._count)
 
 
 def _alike(chosen: list[tuple[JobT, int]], cost: ForwardCost) -> list[list[tuple[JobT, int]]]:

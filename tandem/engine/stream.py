@@ -32,7 +32,7 @@ class Answer:
 class Stream:
     """A namespace of sessions. The engine's thread owns `sessions` and `held`; `deliver` is called in the event loop."""
 
-    __slots__ = ("closed", "deliver", "held", "sessions")
+    __slots__ = ("__weakref__", "closed", "deliver", "held", "sessions")
 
     def __init__(self, deliver: Callable[[Sequence[Answer]], None]) -> None:
         self.deliver = deliver

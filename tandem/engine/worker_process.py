@@ -22,11 +22,11 @@ from tandem.engine.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
     from tandem.engine.draft_stats import DraftStats
-    from tandem.engine.engine import WaitingLimits
     from tandem.engine.idle import IdleWork
     from tandem.engine.job import Method
     from tandem.engine.loading import ServedModel
     from tandem.engine.scheduler import StepLimits
+    from tandem.engine.waiting_line import WaitingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Prepared:
     limits: StepLimits
     waiting: WaitingLimits | None = None
     """None: who finds no cache slot is refused."""
+    displace: bool = False
+    """Whether a request that finds none takes one from an orchestrator that holds more."""
     idle: IdleWork | None = None
     stats: DraftStats | None = None
     """What the method counts, for the metrics."""
@@ -79,7 +81,8 @@ def main(worker: Worker[Any]) -> int:
         return followed
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
-        from tandem.engine.engine import NO_WAITING, Engine
+        from tandem.engine.engine import Engine
+        from tandem.engine.waiting_line import NO_WAITING
 
         prepared = worker.prepare(settings)
         engine = Engine(
@@ -88,6 +91,8 @@ def main(worker: Worker[Any]) -> int:
             loop,
             limits=prepared.limits,
             waiting=prepared.waiting or NO_WAITING,
+            slots_per_stream=settings.slots_per_orchestrator,
+            displace=prepared.displace,
             on_death=on_death,
             reuse_prefixes=settings.prefix_reuse,
             idle=prepared.idle,

@@ -36,6 +36,13 @@ class WorkerSettings(ServiceSettings):
     slots: int = whole_number(
         "TANDEM_{role}_SLOTS", 32, least=1, most=4096, help="requests whose KV cache is held at once"
     )
+    slots_per_orchestrator: int = whole_number(
+        "TANDEM_{role}_SLOTS_PER_ORCHESTRATOR",
+        0,
+        least=0,
+        most=4096,
+        help="most of these that the requests of one orchestrator hold; 0: all, as long as no other one wants any",
+    )
     context_length: int = whole_number(
         "TANDEM_{role}_CONTEXT_LENGTH",
         0,

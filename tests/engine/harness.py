@@ -17,11 +17,12 @@ from draft_service.drafter import ModelDrafter
 from draft_service.ngram import NgramDrafter
 from tandem.engine.causal_lm import CausalLM
 from tandem.engine.draft_stats import DraftStats
-from tandem.engine.engine import NO_WAITING, Engine, WaitingLimits
+from tandem.engine.engine import Engine
 from tandem.engine.feed import Feed
 from tandem.engine.idle import IdleWork
 from tandem.engine.scheduler import StepLimits
 from tandem.engine.stream import Answer, Stream
+from tandem.engine.waiting_line import NO_WAITING, WaitingLimits
 from tandem.structured_output import Forms
 from tandem.v1 import draft_pb2, sampling_pb2, target_pb2, worker_pb2
 from tandem.wire import PrefixDigest, encode_ids
@@ -139,13 +140,22 @@ class Engines:
         reuse: bool = True,
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
+        slots_per_stream: int = 0,
         forms: Forms | None = None,
         gather: bool = False,
         **limits: int,
     ) -> Engine[Any]:
         method = Verifier(lm.padded_vocabulary_size, MAX_GAMMA)
         return self._start(
-            lm, method, limits, reuse=reuse, checked=checked, waiting=waiting, forms=forms, gather=gather
+            lm,
+            method,
+            limits,
+            reuse=reuse,
+            checked=checked,
+            waiting=waiting,
+            slots_per_stream=slots_per_stream,
+            forms=forms,
+            gather=gather,
         )
 
     def draft(
@@ -162,7 +172,7 @@ class Engines:
         drafter = ModelDrafter(
             lm.padded_vocabulary_size, support_size, MAX_GAMMA, ahead, stop_below=stop_below, stats=stats
         )
-        engine = self._start(lm, drafter, limits, reuse=reuse, ahead=ahead)
+        engine = self._start(lm, drafter, limits, reuse=reuse, displace=True, ahead=ahead)
         engine.stats.draft = stats
         return engine
 
@@ -172,7 +182,7 @@ class Engines:
         model = ModelDrafter(lm.padded_vocabulary_size, 64, MAX_GAMMA, ahead)
         ngram = NgramDrafter(lm.padded_vocabulary_size, MAX_GAMMA)
         method = CombinedDrafter(model, ngram, lm.padded_vocabulary_size, stats)
-        engine = self._start(lm, method, {"prefill_chunk": chunk}, ahead=CatchUp(chunk, stats, ahead))
+        engine = self._start(lm, method, {"prefill_chunk": chunk}, displace=True, ahead=CatchUp(chunk, stats, ahead))
         engine.stats.draft = stats
         return engine
 
@@ -192,6 +202,8 @@ class Engines:
         reuse: bool = True,
         checked: bool = True,
         waiting: WaitingLimits = NO_WAITING,
+        slots_per_stream: int = 0,
+        displace: bool = False,
         ahead: IdleWork | None = None,
         forms: Forms | None = None,
         gather: bool = False,
@@ -203,6 +215,8 @@ class Engines:
             limits=StepLimits(**limits),
             on_death=self._died,
             waiting=waiting,
+            slots_per_stream=slots_per_stream,
+            displace=displace,
             reuse_prefixes=reuse,
             idle=ahead,
             forms=forms,

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from draft_service.drafter import ModelDrafter
-from tandem.engine.engine import Engine, WaitingLimits
+from tandem.engine.engine import Engine
 from tandem.engine.feed import Feed
+from tandem.engine.waiting_line import WaitingLimits
 from tandem.v1 import sampling_pb2
 from tests.engine.harness import (
     GREEDY,

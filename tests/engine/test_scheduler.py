@@ -12,11 +12,15 @@ from tandem.engine.forward_cost import FREE_TOKENS, ForwardCost, measure
 from tandem.engine.job import Job
 from tandem.engine.scheduler import Batch, Scheduler, StepLimits
 from tandem.engine.session import Session
+from tandem.engine.stream import Stream
 from tests.engine.models import random_ids
 
+ONLY = Stream(lambda _: None)
 
-def job(slot: int, pending: int, rows: int = 1, cached: int = 0) -> Job:
+
+def job(slot: int, pending: int, rows: int = 1, cached: int = 0, stream: Stream = ONLY) -> Job:
     made = Job(0, rows - 1, rows)
+    made.stream = stream
     made.session = Session(f"request-{slot}")
     made.session.slot = slot
     made.session.tokens.extend(random_ids(slot, cached + pending))
@@ -89,6 +93,33 @@ def test_prefills_take_turns() -> None:
         assert max(served.values()) - min(served[slot] for slot in range(3)) <= 1, step
 
 
+def test_an_orchestrator_with_many_prefills_leaves_another_one_every_other_chunk() -> None:
+    other = Stream(lambda _: None)
+    jobs = [*(job(slot, 2000) for slot in range(9)), job(9, 2000, stream=other)]
+    scheduler = schedule(jobs, StepLimits(short_feed=17, prefill_chunk=100))
+    served: Counter[int] = Counter()
+    for _ in range(18):
+        [batch] = scheduler.plan()
+        run(batch)
+        served.update(feed.slot for feed in batch.feeds)
+    assert served == {9: 9, **dict.fromkeys(range(9), 1)}
+
+
+def test_streams_take_turns_in_decode_forwards_and_chunks_apart() -> None:
+    """Turns at the one don't count for the other: else one stream would have all of the one, and the other all of the other."""
+    streams = [Stream(lambda _: None) for _ in range(2)]
+    shorts = [job(slot, 10, rows=10, stream=streams[slot % 2]) for slot in range(8)]
+    longs = [job(8 + slot, 3000, stream=streams[slot % 2]) for slot in range(2)]
+    scheduler = schedule([*shorts, *longs], StepLimits(short_feed=17, prefill_chunk=100, decode_tokens=30))
+    served: Counter[int] = Counter()
+    for _ in range(16):
+        decode, prefill = scheduler.plan()  # the decode forward is not run: each stays as it is
+        run(prefill)
+        served.update(feed.slot for feed in (*decode.feeds, *prefill.feeds))
+    assert [served[8], served[9]] == [8, 8]
+    assert {served[slot] for slot in range(8)} == {6}
+
+
 def test_more_short_feeds_than_the_budget_take_turns() -> None:
     scheduler = schedule([job(slot, 10, rows=10) for slot in range(10)], StepLimits(short_feed=17, decode_tokens=40))
     served: Counter[int] = Counter()
@@ -99,17 +130,19 @@ def test_more_short_feeds_than_the_budget_take_turns() -> None:
     assert len(served) == 10
 
 
+@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_nobody_is_overtaken_for_long(seed: int) -> None:
+def test_nobody_is_overtaken_for_long(seed: int, streams: int) -> None:
     """Wide and narrow jobs that come and stay at random, under budgets that hold a few of them: whoever runs, it is
-    served at least once in as many steps as there are jobs."""
+    served at least once in as many steps as there are jobs, times the streams that they are of."""
     chooser = random.Random(seed)
+    owners = [Stream(lambda _: None) for _ in range(streams)]
     scheduler = schedule([], StepLimits(short_feed=17, prefill_chunk=40, decode_tokens=30))
     waited: dict[Job, int] = {}
     longest = 0
     for number in range(600):
         while len(waited) < 20 and chooser.random() < 0.6:
-            made = job(number % 64, chooser.choice([1, 2, 9, 17, 18, 60, 300]))
+            made = job(number % 64, chooser.choice([1, 2, 9, 17, 18, 60, 300]), stream=chooser.choice(owners))
             scheduler.add(made)
             waited[made] = 0
         batches = scheduler.plan()
@@ -121,7 +154,7 @@ def test_nobody_is_overtaken_for_long(seed: int) -> None:
             if each in served and chooser.random() < 0.5:
                 scheduler.remove(each)
                 del waited[each]
-    assert 2 < longest < 20
+    assert 2 < longest < 20 * streams
 
 
 def test_a_forward_that_was_too_large_is_not_planned_again() -> None:

@@ -85,7 +85,10 @@ WORKER_SERIES = {
     "tandem_prefix_cache_hits_total",
     "tandem_prefix_cache_queries_total",
     "tandem_sessions",
+    "tandem_sessions_displaced_total",
+    "tandem_sessions_refused_total",
     "tandem_sessions_waiting",
+    "tandem_slots_of_one_orchestrator",
     "tandem_step_seconds_sum",
     "tandem_trace_spans_total",
 }
@@ -221,6 +224,7 @@ LABELS: dict[tuple[str, str], Container[str]] = {
         )
     },
     ("tandem_draft_ahead_items", "outcome"): {"chain", "branch", "miss"},
+    ("tandem_sessions_refused", "reason"): {"full", "late", "gave_way"},
     **{(f"tandem_draft_{each}", "source"): {"model", "ngram"} for each in ("blocks", "tokens", "accepted_tokens")},
     ("tandem_trace_spans", "fate"): {"exported", "failed", "dropped"},
     ("tandem_build_info", "service"): {"orchestrator", "draft", "target"},
