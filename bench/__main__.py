@@ -26,6 +26,7 @@ from . import (
     overhead,
     pair,
     peers,
+    rounds,
     serving,
     simulation_check,
     tables,
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
 def _run(options: argparse.Namespace) -> Iterator[Found]:
     commands = {
         "overhead": _overhead,
+        "rounds": _rounds,
         "pair": _pair,
         "peers": _peers,
         "serving": _serving,
@@ -117,6 +119,11 @@ def _overhead(options: argparse.Namespace) -> Found:
         found = uvloop.run(overhead.measure(dataclasses.replace(wanted, profile=profile)))
         parts = [*tables.overhead_tables(found), *profile_tables(profile)]
     return Found("overhead", found, parts, tables.overhead_goals(found))
+
+
+def _rounds(options: argparse.Namespace) -> Found:
+    found = uvloop.run(rounds.measure(options_from(options, rounds.RoundsOptions)))
+    return Found("rounds", found, [rounds.rounds_table(found)], rounds.rounds_goals(found))
 
 
 def _overhead_ms(found: overhead.OverheadResult) -> float:

@@ -23,6 +23,7 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 COMMANDS = {
     "all": "overhead and pair, quickly (the default)",
     "overhead": "a round beside the models: time, CPU, bytes",
+    "rounds": "rounds a second through the real services with a model that is next to nothing",
     "pair": "speed-up of a pair of models, beside the cost model's prediction",
     "peers": "the same pair through transformers' generate, alone and assisted, and through Tandem",
     "serving": "many requests at the same time, and prompts with a common beginning",
@@ -58,6 +59,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add: dict[str, Callable[[argparse.ArgumentParser], None]] = {
         "overhead": _add_overhead,
+        "rounds": _add_rounds,
         "pair": _add_pair,
         "peers": _add_peers,
         "serving": _add_serving,
@@ -138,6 +140,13 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show what the time goes into (the times themselves get longer)",
     )
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", dest="concurrencies", type=_numbers, help="requests at the same time: 1,16,64")
+    parser.add_argument("--gamma", dest="gammas", type=_numbers, help="draft tokens of a round: 5,0")
+    parser.add_argument("--rounds", type=int, help="rounds of one request, about")
+    parser.add_argument("--repeats", type=int, help="runs of each case, the sides taking turns")
 
 
 def _add_pair(parser: argparse.ArgumentParser) -> None:

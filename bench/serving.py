@@ -164,12 +164,15 @@ async def _constants(bench: _Bench, cases: Sequence[ServingCase]) -> Constants |
 
 def batches(address: str) -> tuple[float, float]:
     """Forwards of the target so far, and the items in them."""
+    values = scraped(address)
+    return values["tandem_batch_size_count"], values["tandem_batch_size_sum"]
+
+
+def scraped(address: str) -> dict[str, float]:
+    """A service's metrics now; of those with labels, some."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         text = response.read().decode()
-    samples = {
-        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-    }
-    return samples["tandem_batch_size_count"], samples["tandem_batch_size_sum"]
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -172,6 +172,40 @@ def cost_padded(model: Path, output: Path, layers: int = 8) -> Path:
     return output
 
 
+def one_layer(model: Path, output: Path, hidden: int = 16) -> Path:
+    """The first layer alone, cut to a residual stream of ``hidden`` numbers: nonsense at next to no cost.
+
+    What is left of a round that such a model takes part in is everything but the model.
+    """
+
+    def cut(name: str, weight: Tensor) -> Tensor:
+        if weight.ndim == 1 or name in (EMBEDDINGS, HEAD):
+            return weight[..., :hidden]
+        projection = name.split(".")[-2]
+        if projection == "down_proj":
+            return weight[:hidden, : 3 * hidden]
+        if projection == "o_proj":
+            return weight[:hidden]
+        return weight[: 3 * hidden if projection in ("gate_proj", "up_proj") else None, :hidden]
+
+    def shrink(config: dict[str, Any]) -> None:
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        config.update(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=1)
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][:1]
+
+    with _copied(model, output) as work:
+        config = json.loads((work / "config.json").read_text())
+        if hidden > config["hidden_size"] or 3 * hidden > config["intermediate_size"]:
+            raise ValueError(f"{model} is smaller than that")
+        weights = load_file(work / WEIGHTS)
+        layers = {name: LAYER_NAME.fullmatch(name) for name in weights}
+        kept = [name for name, layer in layers.items() if layer is None or layer[1] == "0"]
+        _save_weights({name: cut(name, weights[name]) for name in kept}, work)
+        _edit_json(work / "config.json", shrink)
+    return output
+
+
 @contextmanager
 def _copied(model: Path, output: Path) -> Iterator[Path]:
     """A copy of ``model`` to edit, which becomes ``output`` in one rename if nothing was raised."""
@@ -232,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     short.add_argument("--max-position-embeddings", type=int, default=64)
     kind("other-strings", other_strings)
     kind("cost-padded", cost_padded).add_argument("--layers", type=int, default=8)
+    kind("one-layer", one_layer).add_argument("--hidden", type=int, default=16)
 
     options = vars(parser.parse_args(arguments))
     make: Callable[..., Path] = options.pop("make")

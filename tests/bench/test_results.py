@@ -20,6 +20,7 @@ from bench.overhead import OverheadResult, plain_cost
 from bench.padded_target import layers_for
 from bench.peers_results import PEER, Decoded, PeersResult, peers_goals, peers_rows
 from bench.round_bytes import RoundBytes
+from bench.rounds import Forwards, model_milliseconds
 from bench.serving_results import Latency, ServingCase, serving_constants
 from bench.simulation_check import check, constants_from
 from bench.tables import overhead_goals
@@ -40,6 +41,14 @@ def turns(peer_ids: tuple[int, ...]) -> list[dict[str, Decoded]]:
         }
         for slower in (1.0, 2.0)
     ]
+
+
+def test_a_round_waits_for_the_whole_of_each_forward_that_it_is_in() -> None:
+    """Ten rounds, each in five forwards of the draft and one of the target, which it shares with another one."""
+    draft = [Forwards(count=15, items=30, seconds=0.03), Forwards(count=10, items=20, seconds=0.02)]
+    target = [Forwards(count=5, items=10, seconds=0.05)]
+    assert model_milliseconds([draft, target], rounds=10) == pytest.approx(5 * 2 + 1 * 10)
+    assert model_milliseconds([[Forwards(0, 0, 0)]], rounds=10) == 0
 
 
 def test_peers_are_compared_within_a_turn() -> None:

@@ -79,6 +79,22 @@ def test_tracing(tmp_path: Path) -> None:
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
 
 
+def test_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    amount = ["--requests", "3", "--gamma", "5,0", "--rounds", "20", "--repeats", "1"]
+    assert main(["rounds", *amount, "--json", str(file)]) == 0
+    cases = json.loads(file.read_text())["rounds"]["cases"]
+    assert [(case["side"], case["gamma"]) for case in cases] == [(s, g) for g in (5, 0) for s in ("fixed", "one layer")]
+    for case in cases:
+        assert case["rounds_per_second"] > 0
+        assert case["rounds"] >= 3 * (20 if case["gamma"] == 0 else 8)
+        if case["side"] == "one layer":
+            assert case["models"] > 0
+            assert case["overhead_p50"] == case["round_p50"] - case["models"]
+            assert 1 <= case["items_per_forward"] <= 3
+    assert "one layer and hidden size 16" in capsys.readouterr().out
+
+
 def test_acceptance_fails_where_a_cache_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would tell: the text is right whatever the draft proposes."""
     monkeypatch.setattr(acceptance, "PROMPT_CLASSES", PROMPT_CLASSES[:1])

@@ -194,6 +194,17 @@ class TestVariants:
         deeper = load(made).config.num_hidden_layers
         assert deeper == load(target).config.num_hidden_layers + layers
 
+    def test_one_layer_is_one_of_hidden_size_16(self, target: Path, tmp_path: Path) -> None:
+        made = variants.one_layer(target, tmp_path / "made")
+        config = load(made).config
+        assert (config.num_hidden_layers, config.hidden_size) == (1, 16)
+        ids = torch.arange(1, 20)[None]
+        rows = torch.softmax(logits(made, ids), dim=-1)
+        assert rows.shape == logits(target, ids).shape
+        assert 0.02 < rows.max(-1).values.mean() < 0.98, "a distribution of its own at every position"
+        with pytest.raises(ValueError, match="smaller"):
+            variants.one_layer(made, tmp_path / "larger", hidden=32)
+
     def test_cost_padded_really_computes(self, tiny_target: Path, tmp_path: Path) -> None:
         made = variants.cost_padded(tiny_target, tmp_path / "made", layers=2)
         layer = load(made).model.layers[-1]
