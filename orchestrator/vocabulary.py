@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,11 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, generation_config: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
+        # How special-token text is read is a state of the tokenizer underneath, set by a call that wants it otherwise than the
+        # one before. So there are two, and each is only ever asked for one way: no thread changes what another one reads.
+        self._literal = copy.deepcopy(tokenizer)
+        self._ids_of("")
+        self._literal_ids_of("")  # what a first call settles, it settles before there are threads
         self._strings = token_strings(tokenizer)
         self._special_strings = [text for text in tokenizer.all_special_tokens if text]
         self.defaults = _defaults(generation_config)
@@ -108,7 +114,7 @@ class Vocabulary:
 
     def encode_text(self, text: str) -> list[int]:
         """Encodes as it stands, special-token text included, with the tokenizer's BOS at most once."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
+        ids = self._ids_of(text, add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
         # Templated text already starts with BOS, and the tokenizer adds another.
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
@@ -121,7 +127,7 @@ class Vocabulary:
         if not self._tokenizer.chat_template:
             raise PromptNotEncodable("the model has no chat template; send text or token_ids")
         if not any(special in content for _, content in messages for special in self._special_strings):
-            return self._encode_rendered(self._render(messages))
+            return self._ids_of(self._render(messages))
         return self._encode_with_plain_contents(messages)
 
     def _render(self, messages: Sequence[tuple[str, str]]) -> str:
@@ -134,8 +140,15 @@ class Vocabulary:
             raise PromptNotEncodable(f"the chat template refused the messages: {type(error).__name__}") from error
         return rendered
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """With special-token text as special tokens."""
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=False)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _literal_ids_of(self, text: str) -> list[int]:
+        """With special-token text as plain text."""
+        ids: list[int] = self._literal(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids
 
     def _encode_with_plain_contents(self, messages: Sequence[tuple[str, str]]) -> list[int]:
@@ -147,14 +160,14 @@ class Vocabulary:
             before, found, rest = rest.partition(mark)
             if not found:
                 raise PromptNotEncodable("special-token text in a message that the chat template rewrites")
-            ids += self._encode_rendered(before)
-            ids += self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids + self._encode_rendered(rest)
+            ids += self._ids_of(before)
+            ids += self._literal_ids_of(content)
+        return ids + self._ids_of(rest)
 
     def encode_bad_word(self, text: str) -> list[list[int]]:
         """The token sequences of a text, without and with a space before it; one where both are the same."""
-        bare = self._encode_rendered(text.lstrip())
-        spaced = self._encode_rendered(" " + text.lstrip())
+        bare = self._ids_of(text.lstrip())
+        spaced = self._ids_of(" " + text.lstrip())
         return [bare] if spaced == bare else [bare, spaced]
 
     def decode(self, ids: Sequence[int]) -> str:

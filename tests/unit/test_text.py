@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -269,7 +271,7 @@ def test_one_bos_at_most() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"<s>": 0, "</s>": 1, "a": 2}
 
-        def __call__(self, text: str) -> dict[str, list[int]]:
+        def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
             return {"input_ids": [0, *([0] if text.startswith("<s>") else []), 2]}
 
     vocabulary = Vocabulary(Tokenizer(), {"eos_token_id": [1, 2]})
@@ -292,6 +294,24 @@ def test_a_chat_begins_with_one_bos_whatever_its_messages_hold() -> None:
         for ids in (plain, attacked):
             assert [index for index, token_id in enumerate(ids) if token_id == bos] == [0]
     assert vocabulary.encode_text("<s>ab") == vocabulary.encode_text("ab") == [bos, *vocabulary.encode_text("ab")[1:]]
+
+
+def test_threads_that_encode_at_once_read_special_token_text_each_their_own_way() -> None:
+    """How it is read is a state of the tokenizer underneath: one that both shared gave some of them the other's reading."""
+    vocabulary = Vocabulary(_llama_like([*"abersu:<>"], TURNS), {})
+    conversations = [[("user", "ab" * 50)], [("user", "<s>ab" * 20)]]
+    alone = [vocabulary.encode_chat(each) for each in conversations]
+
+    def wrong(index: int) -> int:
+        return sum(vocabulary.encode_chat(conversations[index]) != alone[index] for _ in range(1500))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(wrong, (0, 1))) == [0, 0]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(
