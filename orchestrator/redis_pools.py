@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, ConnectionPool, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from .redis_nodes import Address, ClusterNodes, Nodes, OnePrimary
 from .redis_tls import FollowingSSLConnection
@@ -25,6 +26,7 @@ _SENTINELS_LOGIN = {"sentinel_username": "username", "sentinel_password": "passw
 """The settings that a Sentinel address takes after a '?', and what the library calls them."""
 _SHARE_OF_ASKING = 4
 """So many nodes of a cluster can be asked who serves what within the time of one exchange."""
+_ENCODE = "a password's special characters must be percent-encoded"
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
@@ -39,7 +41,10 @@ def is_encrypted(url: str) -> bool:
 
 def check_url(url: str) -> None:
     """Raises ValueError in words that don't repeat the URL, which may hold a password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(f"the address can't be read; {_ENCODE}") from None
     if parts.scheme in (*_SENTINEL, *_CLUSTER):
         _SeveralHosts.parse(url)
         return
@@ -52,7 +57,30 @@ def check_url(url: str) -> None:
     try:
         _ = parts.port
     except ValueError:
-        raise ValueError("the port is no number; a password's special characters must be percent-encoded") from None
+        raise ValueError(f"the port is no number; {_ENCODE}") from None
+    if "#" in url:
+        raise ValueError(f"{parts.scheme}://: nothing may follow a '#'; {_ENCODE}")
+    if parts.scheme != "unix" and not re.fullmatch(r"/?|/[0-9]+/?", parts.path):
+        raise ValueError(f"{parts.scheme}://: what follows the host must be a database's number; {_ENCODE}")
+    _check_settings(url)
+
+
+def _check_settings(url: str) -> None:
+    """Those after the '?' of one server's URL. The client library passes over blank ones, and finds out about unknown ones with each
+    connection. Raises ValueError in words that don't repeat them: they may be a part of a password."""
+    parts = urlsplit(url)
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    if (parts.query and not given) or not all(value for _, value in given):
+        raise ValueError(f"{parts.scheme}://: each setting after the '?' must be name=value; {_ENCODE}")
+    for place, setting in enumerate(given, 1):
+        alone = urlunsplit((parts.scheme, "localhost", "", urlencode([setting]), ""))
+        try:
+            _pool(alone, **parse_url(alone)).make_connection()  # type: ignore[no-untyped-call]
+        except (AttributeError, TypeError, ValueError, RedisError):
+            problem = (
+                f"setting {place} after the '?' is none that the client library takes, or has no value that it takes"
+            )
+            raise ValueError(f"{parts.scheme}://: {problem}; {_ENCODE}") from None
 
 
 def make_nodes(url: str, settings: dict[str, Any], size: int, wait_seconds: float) -> Nodes:

@@ -996,6 +996,15 @@ class TestAddresses:
             ("redis://one:6379,two:6379", r"redis\+cluster://"),
             ("http://user:secret@host", "redis://"),
             ("redis://default:secret#def@host", "percent-encoded"),
+            ("redis://:secret\uff1a@host:6379", "can't be read"),  # its normal form is a colon
+            ("redis://host:6379#secret", "percent-encoded"),
+            ("redis://host:6379/secret", "database's number"),
+            ("redis://host:6379?socket_timeot=secret", "setting 1 .* none that the client library takes"),
+            ("rediss://host:6379/0?db=1&ssl_cert_reqs=secret", "setting 2 .* no value that it takes"),
+            ("redis://host:6379?socket_timeout=secret", "no value that it takes"),
+            ("redis://host:6379?retry=secret", "no value that it takes"),
+            ("redis://:6?secret@host:6379", "name=value"),
+            ("unix:///a/socket?secret=1", "none that the client library takes"),
             ("", "redis://"),
         ],
     )
@@ -1003,6 +1012,19 @@ class TestAddresses:
         with pytest.raises(ValueError, match=message) as refusal:
             StoreConfig(url=url)
         assert "secret" not in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://host",
+            "redis://user:pass%3Fword@host:6379/",
+            "redis://host:6379/3?socket_read_size=4096&protocol=3",
+            "rediss://host:6379/0?ssl_cert_reqs=none&ssl_check_hostname=no",
+            "unix://user:password@/a/socket?db=3",
+        ],
+    )
+    def test_addresses_of_one_server_with_settings_of_the_client_library(self, url: str) -> None:
+        assert StoreConfig(url=url).url == url
 
     @pytest.mark.parametrize(
         "setting",
