@@ -63,8 +63,8 @@ class Vocabulary:
         # How special-token text is read is a state of the tokenizer underneath, set by a call that wants it otherwise than the
         # one before. So there are two, and each is only ever asked for one way: no thread changes what another one reads.
         self._literal = copy.deepcopy(tokenizer)
-        self._ids_of("")
-        self._literal_ids_of("")  # what a first call settles, it settles before there are threads
+        _settle(self._tokenizer, special_text_is_plain=False)
+        _settle(self._literal, special_text_is_plain=True)
         self._strings = token_strings(tokenizer)
         self._special_strings = [text for text in tokenizer.all_special_tokens if text]
         self.defaults = _defaults(generation_config)
@@ -207,6 +207,15 @@ class Vocabulary:
             raise IncompatibleWorker(
                 f"the {role} service applies sampling version {info.sampling_version}, {SAMPLING_VERSION} is needed"
             )
+
+
+def _settle(tokenizer: Any, *, special_text_is_plain: bool) -> None:
+    """Makes the state of the tokenizer underneath, where there is one, what a first call would make of it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = special_text_is_plain
 
 
 def _decoder(tokenizer: Any) -> Callable[..., str]:
