@@ -40,7 +40,12 @@ SHORT_READ = 512
 """Tokens of a prefix that a draft should have read within the time of a round."""
 
 _REBUILD_REASONS = frozenset(
-    {worker_pb2.ERROR_REASON_CACHE_MISS, worker_pb2.ERROR_REASON_PREFIX_DIVERGED, worker_pb2.ERROR_REASON_INTERNAL}
+    {
+        worker_pb2.ERROR_REASON_CACHE_MISS,
+        worker_pb2.ERROR_REASON_PREFIX_DIVERGED,
+        worker_pb2.ERROR_REASON_INTERNAL,
+        worker_pb2.ERROR_REASON_STALE_CACHE_EPOCH,
+    }
 )
 
 
@@ -258,6 +263,8 @@ class Drafting:
             except ItemFailed as failed:
                 self._session.forget()
                 if attempt == 1 and failed.reason in _REBUILD_REASONS:
+                    if failed.reason == worker_pb2.ERROR_REASON_STALE_CACHE_EPOCH:
+                        self._leave()  # the session there is an earlier request's, whose id the store has forgotten
                     record.rebuilding("draft", failed.reason_name)
                     continue
                 raise _degraded_by(failed) from failed

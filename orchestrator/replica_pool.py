@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic
 
 from tandem.transport_security import ClientFiles
@@ -66,15 +66,21 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
             self._watch = asyncio.create_task(self._watch_names(), name=f"{kind.role} addresses")
 
     def pick(
-        self, avoid: Replica[ItemT, AnswerT] | None = None, digests: Sequence[bytes] = ()
+        self,
+        avoid: Replica[ItemT, AnswerT] | None = None,
+        digests: Sequence[bytes] = (),
+        refusing: Collection[Replica[ItemT, AnswerT]] = (),
     ) -> Replica[ItemT, AnswerT] | None:
-        """The ready replica for a session whose prompt has these digests: `avoid`, and those on their way out, only where
-        there is no other; one that was benched and is due to be tried again before all others. None when none is ready."""
+        """The ready replica for a session whose prompt has these digests: `avoid`, those on their way out, and last of all those
+        `refusing` it, only where there is no other; one that was benched and is due to be tried again before all others. None
+        when none is ready."""
         ready = [replica for replica in self.replicas if replica.ready and replica.bench.usable]
+        taking = [replica for replica in ready if replica not in refusing]
         for candidates in (
-            [replica for replica in ready if replica.bench.due and not replica.leaving],
-            [replica for replica in ready if replica is not avoid and not replica.leaving],
-            [replica for replica in ready if not replica.leaving],
+            [replica for replica in taking if replica.bench.due and not replica.leaving],
+            [replica for replica in taking if replica is not avoid and not replica.leaving],
+            [replica for replica in taking if not replica.leaving],
+            taking,
             ready,
         ):
             if candidates:
@@ -190,6 +196,8 @@ class WorkerSession(Generic[ItemT, AnswerT]):
         self._generation = -1
         self._benchings = 0
         self._avoid: Replica[ItemT, AnswerT] | None = None
+        self.refusing: set[Replica[ItemT, AnswerT]] = set()
+        """Replicas that don't take this session."""
 
     def seat(self) -> Replica[ItemT, AnswerT] | None:
         """The replica to use now, with the session's place on it; None when there is none.
@@ -199,7 +207,7 @@ class WorkerSession(Generic[ItemT, AnswerT]):
         """
         if self.replica is not None and self._may_stay(self.replica):
             return self.replica
-        chosen = self._pool.pick(self.replica or self._avoid, self._digests)
+        chosen = self._pool.pick(self.replica or self._avoid, self._digests, self.refusing)
         self.leave()
         if chosen is not None:
             self.replica = chosen
@@ -226,7 +234,7 @@ class WorkerSession(Generic[ItemT, AnswerT]):
     @property
     def should_move(self) -> bool:
         """Whether the session's replica is on its way out, and another is there to take over."""
-        return self.replica is not None and self.replica.leaving and bool(self._pool.ready_addresses)
+        return self.replica is not None and self.replica.leaving and self.can_move
 
     @property
     def opened(self) -> bool:

@@ -33,6 +33,8 @@ STORE_HEALTH_SECONDS = 1.0
 RETRY_AFTER_SECONDS = 2.0
 AWAY_SECONDS = 5.0
 """A target whose stream broke is back by then, or really away."""
+GONE_SECONDS = 60.0
+"""After so long what a target that is away was like doesn't bound requests any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ class Runtime:
             max_speculative_tokens=min(
                 self._config.max_speculative_tokens, *(info.max_speculative_tokens for info in infos)
             ),
-            default_speculative_tokens=self._config.num_speculative_tokens,
+            # Where there is to be no draft, plain decoding is what was asked for, and nothing is amiss with it.
+            default_speculative_tokens=self._config.num_speculative_tokens if self.drafts.configured else 0,
             adaptive_by_default=self._config.adaptive_speculative_tokens,
             end_token_ids=self.vocabulary.end_token_ids.union(*(info.end_token_ids for info in infos)),
         )
@@ -111,7 +114,7 @@ class Runtime:
         """How the request comes by its gamma."""
         if not plan.adaptive:
             return FixedGamma(plan.num_speculative_tokens, self.speed)
-        if not self.drafts.replicas:
+        if not self.drafts.configured:
             return FixedGamma(0, self.speed)
         prior = self._sampled_prior if plan.sampling.temperature else self._greedy_prior
         return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed)
@@ -122,7 +125,10 @@ class Runtime:
         return infos[0].model if infos else ""
 
     def _target_infos(self) -> list[worker_pb2.GetModelInfoResponse]:
-        return [replica.info for replica in self.targets.replicas if replica.info is not None]
+        """Of those that are there, or were a moment ago; of all that are known where there is none."""
+        known = [(replica, replica.info) for replica in self.targets.replicas if replica.info is not None]
+        present = [info for replica, info in known if replica.away_seconds <= GONE_SECONDS]
+        return present or [info for _, info in known]
 
     async def watch_readiness(self, report: Callable[[bool, str, str], Awaitable[None]]) -> None:
         """Reports readiness, what is missing, and why a worker that is there is refused, whenever it changes, for as long as the

@@ -27,13 +27,11 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
 TargetPool = ReplicaPool[target_pb2.VerifyItem, target_pb2.Verdict]
-
-TargetReplica = Replica[target_pb2.VerifyItem, target_pb2.Verdict]
 
 TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
     role="target",
@@ -94,7 +92,6 @@ class Scoring:
         """`prompt_digests`: see `placement.block_digests`."""
         self._session = WorkerSession(request_id, pool, prompt_digests)
         self._pool = pool
-        self._refusing: set[TargetReplica] = set()
         self._sampling = sampling
         self._announced = False
         """Whether the target has this sampling, if it has the session."""
@@ -145,9 +142,10 @@ class Scoring:
         """A replica that doesn't take what another one of the pool would, such as one with a smaller context. Gives the seat
         up; raises Unavailable where no other replica is left to ask."""
         if self._session.replica is not None:
-            self._refusing.add(self._session.replica)
+            self._session.refusing.add(self._session.replica)
         self._session.leave()
-        if all(replica in self._refusing for replica in self._pool.replicas if replica.ready):
+        ready = {replica for replica in self._pool.replicas if replica.ready}
+        if ready and ready <= self._session.refusing:
             raise Unavailable(
                 f"the target refused the round: {failed}", "TARGET_REFUSED", RETRY_AFTER_SECONDS
             ) from failed

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,6 +28,9 @@ from .bench import Bench
 log = logging.getLogger(__name__)
 
 MAX_ITEMS_PER_BATCH = 256
+MAX_BATCH_BYTES = 8 << 20
+"""Of one message, but for an item that is larger by itself: prefixes of long prompts that are all read anew would come to more than
+gRPC sends, and as often as they are tried."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_ERROR_CHARACTERS = 300
 DESCRIBE_SECONDS = 5.0
@@ -97,6 +101,9 @@ class Item(Protocol):
     request_id: str
     cache_epoch: int
 
+    def ByteSize(self) -> int:  # noqa: N802 - protobuf's name
+        """Of the message that it is."""
+
 
 ItemT = TypeVar("ItemT", bound=Item)
 AnswerT = TypeVar("AnswerT")
@@ -154,6 +161,7 @@ class Replica(Generic[ItemT, AnswerT]):
         self._check = check
         self._on_change = on_change
         self._ready = False
+        self._lost_at = -math.inf
         self._wake = asyncio.Event()
         self._outbox: list[ItemT] = []
         self._releases: list[str] = []
@@ -167,6 +175,11 @@ class Replica(Generic[ItemT, AnswerT]):
     def ready(self) -> bool:
         """Whether the stream is up and the model is compatible."""
         return self._ready
+
+    @property
+    def away_seconds(self) -> float:
+        """How long it has not been ready; 0 while it is, and infinite before it was for the first time."""
+        return 0.0 if self._ready else time.monotonic() - self._lost_at
 
     @property
     def leaving(self) -> bool:
@@ -244,7 +257,7 @@ class Replica(Generic[ItemT, AnswerT]):
             await self._task
 
     async def _stay_connected(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
+        backoff, fault = FIRST_BACKOFF_SECONDS, ""
         while True:
             try:
                 async with self._open_channel() as channel:
@@ -253,20 +266,31 @@ class Replica(Generic[ItemT, AnswerT]):
                     backoff = FIRST_BACKOFF_SECONDS
                     async with self._health_watched(channel):
                         await self._exchange(self._kind.open_stream(stub))
+                fault = ""
             except grpc.aio.AioRpcError as error:
                 log.debug("%s %s: %s %s", self.role, self.address, error.code().name, error.details())
+                self._set_refusal("")  # of what is away nothing is known
+                fault = ""
             except IncompatibleWorker as error:
-                if self.refusal != str(error):
-                    self.refusal = str(error)
-                    log.error("%s %s is refused: %s", self.role, self.address, error)
-                    self._on_change()
-                backoff = MAX_BACKOFF_SECONDS
-            except Exception:
-                log.exception("%s %s: the stream failed", self.role, self.address)
+                self.info = None
+                self._set_refusal(str(error))
+                backoff, fault = MAX_BACKOFF_SECONDS, ""
+            except Exception as error:
+                if fault != repr(error):  # a file that isn't there would fill the log
+                    fault = repr(error)
+                    log.exception("%s %s: the stream failed", self.role, self.address)
             finally:
                 self._disconnected()
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 - spreads reconnections, guards nothing
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    def _set_refusal(self, refusal: str) -> None:
+        if self.refusal == refusal:
+            return
+        self.refusal = refusal
+        if refusal:
+            log.error("%s %s is refused: %s", self.role, self.address, refusal)
+        self._on_change()
 
     def _open_channel(self) -> grpc.aio.Channel:
         credentials = self._security.credentials()
@@ -329,8 +353,9 @@ class Replica(Generic[ItemT, AnswerT]):
     async def _write(self, call: Any) -> None:
         while True:
             await self._wake.wait()
-            items = self._outbox[:MAX_ITEMS_PER_BATCH]
-            del self._outbox[:MAX_ITEMS_PER_BATCH]
+            count = _first_batch(self._outbox)
+            items = self._outbox[:count]
+            del self._outbox[:count]
             releases, self._releases = self._releases, []
             if not self._outbox:
                 self._wake.clear()
@@ -350,6 +375,8 @@ class Replica(Generic[ItemT, AnswerT]):
 
     def _disconnected(self) -> None:
         was_ready, self._ready = self._ready, False
+        if was_ready:
+            self._lost_at = time.monotonic()
         self._outbox.clear()
         self._releases.clear()
         self._wake.clear()
@@ -360,6 +387,18 @@ class Replica(Generic[ItemT, AnswerT]):
         if was_ready:
             log.warning("%s %s is lost", self.role, self.address)
             self._on_change()
+
+
+def _first_batch(items: list[ItemT]) -> int:
+    """How many of the items, from the first on, leave in one message."""
+    if len(items) < 2:
+        return len(items)
+    size = 0
+    for index, item in enumerate(items[:MAX_ITEMS_PER_BATCH]):
+        size += item.ByteSize()
+        if size > MAX_BATCH_BYTES:
+            return max(index, 1)
+    return min(len(items), MAX_ITEMS_PER_BATCH)
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

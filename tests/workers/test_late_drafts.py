@@ -232,3 +232,25 @@ async def test_another_draft_starts_with_whole_blocks(
     assert len((await request.round(LONGEST, patient=True)).drafted) == LONGEST
     assert request.replica not in (None, first)
     assert request.drafting.limit is None
+
+
+async def test_a_session_of_an_earlier_request_of_the_same_name_is_no_fault_of_the_draft(pool: DraftPool) -> None:
+    earlier, between, later = Request("same", pool), Request("between", pool), Request("same", pool)
+    earlier._epoch = 5
+    for request in (earlier, between, later):
+        assert (await request.round(LONGEST, patient=True)).drafted
+    assert later.record.told == ["draft: ERROR_REASON_STALE_CACHE_EPOCH"]
+    assert later.replica is between.replica is not earlier.replica
+
+
+async def test_a_seat_is_kept_while_all_others_are_benched(pool: DraftPool) -> None:
+    request = Request("stays", pool)
+    await request.round(LONGEST, patient=True)
+    mine = request.replica
+    [other] = [replica for replica in pool.replicas if replica is not mine]
+    mine.retired = True
+    assert request.drafting._session.should_move
+    other.bench.fault("draft_invalid", 600, at_once=True)
+    assert (await request.round(LONGEST, patient=True)).drafted
+    assert request.record.told == []
+    assert request.replica is mine
