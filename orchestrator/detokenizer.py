@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 _REPLACEMENT = "\ufffd"
 _MOST_SILENT = 32
 """Tokens without text that are decoded along: more of them than may wait for what comes after."""
+_CHARACTER_TOKENS = 4
+"""A character has no more bytes, and a token none of fewer than one."""
 
 
 class Detokenizer:
@@ -28,17 +30,34 @@ class Detokenizer:
         self._window.append(token_id)
         piece = self._new_text()
         if not piece or piece.endswith(_REPLACEMENT):
-            if not piece and len(self._window) - self._read > _MOST_SILENT:
-                del self._window[self._read :]  # special tokens that are left out, one after the other
+            if len(self._window) - self._read <= _MOST_SILENT:
+                return ""
+            if piece:
+                return self._certain_text()
+            del self._window[self._read :]  # special tokens that are left out, one after the other
             return ""
-        del self._window[: self._read]
-        self._read = len(self._window)
-        return piece
+        return self._give_out(piece, len(self._window))
 
     def flush(self) -> str:
         """What is left when no token follows: an unfinished character, as replacement characters."""
         piece = self._new_text()
         self._read = len(self._window)
+        return piece
+
+    def _certain_text(self) -> str:
+        """Where so many wait, most are bytes of no character: what stands before those that one could still be made of."""
+        text, given = self._decode(self._window), len(self._decode(self._window[: self._read]))
+        last = len(self._window) - _CHARACTER_TOKENS
+        for count in range(last, last - _CHARACTER_TOKENS, -1):
+            before = self._decode(self._window[:count])
+            if text.startswith(before):  # else a character goes across
+                return self._give_out(before[given:], count)
+        return ""
+
+    def _give_out(self, piece: str, count: int) -> str:
+        """The text up to the first `count` tokens of the window; those whose text was given out before are of no use any more."""
+        del self._window[: self._read]
+        self._read = count - self._read
         return piece
 
     def _new_text(self) -> str:

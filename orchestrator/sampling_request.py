@@ -68,7 +68,7 @@ async def resolve_sampling(
     end_token_ids: frozenset[int],
     model_end_token_ids: frozenset[int],
 ) -> sampling_pb2.Sampling:
-    """The Sampling of a checked request; raises InvalidArgument where no token would be left."""
+    """The Sampling of a checked request; raises InvalidArgument where no token would be left, or a text becomes too many ids."""
     with_form = request.HasField("structured_output")
     defaults = vocabulary.defaults
     temperature = request.temperature if request.HasField("temperature") else defaults.temperature
@@ -98,10 +98,20 @@ async def resolve_sampling(
         structured_output=request.structured_output if with_form else None,
         bad_words=[*request.bad_words_token_ids, *await _encode_bad_words(request.bad_words, vocabulary)],
     )
+    _check_counts(sampling)
     if not limits.leaves_a_token(sampling, vocabulary_size):
         field = "allowed_token_ids" if request.allowed_token_ids else "banned_token_ids"
         raise InvalidArgument(field, "with bad_words and min_tokens leaves no token that may always be generated")
     return sampling
+
+
+def _check_counts(sampling: sampling_pb2.Sampling) -> None:
+    """As the workers will: how many ids a text becomes is the tokenizer's doing."""
+    try:
+        limits.check_counts(sampling)
+    except ValueError as error:
+        field, _, problem = str(error).partition(": ")
+        raise InvalidArgument(field, problem) from error
 
 
 def check_ids(field: str, ids: Collection[int], most: int, vocabulary_size: int) -> None:

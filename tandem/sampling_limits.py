@@ -21,8 +21,8 @@ MAX_BANNED = 1024
 MAX_ALLOWED = 1024
 MAX_BAD_WORDS = 384
 """Sequences after texts have become tokens: 256 of ids, and two for each of 64 texts."""
-MAX_BAD_WORD_IDS = 1024
-"""Of one sequence; 256 characters may be as many tokens of four bytes each."""
+MAX_BAD_WORD_IDS = 1028
+"""Of one sequence; 256 characters, and a space before them, may be four tokens each."""
 MAX_END_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 

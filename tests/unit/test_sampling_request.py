@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.request import GenerationPlan, Limits, plan_generation
@@ -103,6 +105,22 @@ def test_a_bad_word_is_banned_at_a_words_start_and_after_a_space(vocabulary: Voc
     bare, spaced = vocabulary.encode_bad_word("  x")
     assert vocabulary.decode(bare) == "x"
     assert vocabulary.decode(spaced) == " x"
+
+
+async def test_bad_words_of_more_ids_than_the_workers_take_are_refused_by_name(vocabulary: Vocabulary) -> None:
+    longest = await plan(vocabulary, bad_words=["\U00013000" * 256])  # four bytes each, and a space before them
+    assert {len(word.ids) for word in longest.sampling.bad_words} == {1024, 1025}
+    assert Adjustments.from_proto(longest.sampling) is not None
+    tokenizer = copy.deepcopy(vocabulary._tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()  # with which one character may become eighteen
+    normalising = Vocabulary(tokenizer, {})
+    with pytest.raises(InvalidArgument, match="must have 1 to 1028 ids") as refusal:
+        await plan(normalising, bad_words=["\ufdfa" * 256])
+    assert refusal.value.field == "bad_words"
+    with pytest.raises(InvalidArgument) as refusal:
+        update = SamplingUpdate(an_update(bad_words={"texts": ["\ufdfa" * 256]}), normalising, LIMITS)
+        await update.change(await plan(normalising))
+    assert refusal.value.field == "bad_words"
 
 
 async def test_the_only_tokens_left_may_not_be_bad_words_endings(vocabulary: Vocabulary) -> None:

@@ -71,6 +71,23 @@ def test_any_ids_concatenate_to_the_decoded_whole(decode: Callable[[Sequence[int
     assert "".join(pieces) == decode(ids)
 
 
+@given(seed=st.integers(0, 2**32))
+def test_bytes_of_no_character_concatenate_and_do_not_pile_up(
+    decode: Callable[[Sequence[int]], str], seed: int
+) -> None:
+    """A token would cost as much as all those before it, and the caller would see no text before the end."""
+    generator = random.Random(seed)
+    parts = [token_id for token_id in range(512) if decode([token_id]) == "\ufffd"]
+    assert len(parts) > 100
+    detokenizer, pieces, longest = Detokenizer(decode), [], 0
+    ids = [generator.choice(parts[: generator.choice((1, len(parts)))]) for _ in range(200)]
+    for token_id in ids:
+        pieces.append(detokenizer.push(token_id))
+        longest = max(longest, len(detokenizer._window))
+    assert "".join([*pieces, detokenizer.flush()]) == decode(ids)
+    assert longest < 80
+
+
 def _llama_like(tokens: Sequence[str], chat_template: str = "") -> PreTrainedTokenizerFast:
     """A tokenizer as SentencePiece models have it: the bytes of unknown characters, spaces within the tokens, a BOS that it adds
     itself, and the first space left out of what is decoded. Its ids begin with <s>, </s>, <unk>."""
