@@ -4,6 +4,7 @@
 #   CONTAINER   podman or docker; default: the one that is there and works
 #   IMAGE_ARGS  passed on to the build, for example --build-arg PIP_ARGS="--extra-index-url URL"
 #   REGISTRY    put before the names, for example registry.example.com/tandem/
+#   TANDEM_CHECK_SUFFIX  put behind the names, for example -a: two runs on one machine that have different ones leave each other's images alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,8 +24,8 @@ mib() { echo $(($("$CONTAINER" image inspect --format '{{.Size}}' "$1") / 104857
 
 for target in "$@"; do
   case $target in # tandem-orchestrator:0.1.0[-demo], tandem-worker:0.1.0-cpu[-demo]
-    orchestrator) name=tandem-orchestrator:$version ;;
-    *) name=tandem-${target%%-*}:$version-${target#*-} ;;
+    orchestrator) name=tandem-orchestrator${TANDEM_CHECK_SUFFIX:-}:$version ;;
+    *) name=tandem-${target%%-*}${TANDEM_CHECK_SUFFIX:-}:$version-${target#*-} ;;
   esac
   name=${REGISTRY:-}${name}
   echo "building $name"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ import yaml
 Object = dict[str, Any]
 
 K8S = Path(__file__).resolve().parent
-NETWORK = "tandem-kube-demo"
-PREFIX = "10.89.77."
+SUFFIX = os.environ.get("TANDEM_CHECK_SUFFIX", "")
+"""Behind the names that podman knows, of images, pods, volumes and the network: runs with different ones leave each other alone."""
+NETWORK = f"tandem-kube-demo{SUFFIX}"
+PREFIX = f"10.91.{zlib.crc32(SUFFIX.encode()) % 256}." if SUFFIX else "10.89.77."
+CLIENT = f"orchestrator-0{SUFFIX}-orchestrator"
+"""The container that questions are asked in."""
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 READY_SECONDS = 180.0
 TOKENS = 32
@@ -74,6 +79,7 @@ def build(kubectl: str, components: Sequence[str], folder: Path) -> list[Object]
     kustomization = {
         "resources": [str(relative / "overlays" / "cpu-demo")],
         "components": [str(relative / "components" / name) for name in components],
+        "images": [{"name": name, "newName": name + SUFFIX} for name in ("tandem-orchestrator", "tandem-worker")],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
@@ -129,10 +135,16 @@ def pod_of(workload: Object, aliases: list[Object], folder: Path) -> Object:
             volume["hostPath"] = {"path": str(folder / secret), "type": "Directory"}
     for claim in workload["spec"].get("volumeClaimTemplates", []):
         spec.setdefault("volumes", []).append({"name": claim["metadata"]["name"], "emptyDir": {}})
+    named = [
+        *spec.get("volumes", []),
+        *(mount for each in spec["containers"] for mount in each.get("volumeMounts", [])),
+    ]
+    for item in named:
+        item["name"] += SUFFIX
     # There are no accounts, zones or other nodes.
     for field in ("serviceAccountName", "affinity", "topologySpreadConstraints"):
         spec.pop(field, None)
-    metadata = {"name": f"{workload['metadata']['name']}-0", "labels": template["metadata"]["labels"]}
+    metadata = {"name": f"{workload['metadata']['name']}-0{SUFFIX}", "labels": template["metadata"]["labels"]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -155,14 +167,14 @@ class Podman:
     def ask(self) -> Object | None:
         """One request, greedy, by the client in the orchestrator's own image; None if it failed."""
         done = self.call(
-            *("exec", "orchestrator-0-orchestrator", "tandem", "generate", "--address", "127.0.0.1:50051"),
+            *("exec", CLIENT, "tandem", "generate", "--address", "127.0.0.1:50051"),
             *("--max-tokens", str(TOKENS), "--temperature", "0", "--ignore-eos", "--raw", "--json", PROMPT),
         )
         return None if done.returncode else json.loads(done.stdout)
 
     def health(self, address: str) -> list[str]:
         """What health says at an address, asked in plain text: readiness and liveness; nothing if there is no answer."""
-        return self.call("exec", "orchestrator-0-orchestrator", "python", "-c", HEALTH, address).stdout.split()
+        return self.call("exec", CLIENT, "python", "-c", HEALTH, address).stdout.split()
 
 
 def play(podman: Podman, files: dict[str, list[Object]], folder: Path) -> None:
@@ -184,13 +196,13 @@ def play(podman: Podman, files: dict[str, list[Object]], folder: Path) -> None:
         first = wait_for(podman, drafted=True)
         if encrypted:
             refuse_strangers(podman)
-        podman.must("pod", "kill", "draft-0")
+        podman.must("pod", "kill", f"draft-0{SUFFIX}")
         print("the draft's pod is killed")
         second = wait_for(podman, drafted=False)
         if first["text"] != second["text"]:
             raise DemoFailed("the answers differ with and without the draft")
         print("both answers are the same, as they must be")
-        podman.must("pod", "kill", "target-0")
+        podman.must("pod", "kill", f"target-0{SUFFIX}")
         print("the target's pod is killed")
         wait_for_health(podman, ["NOT_SERVING", "SERVING"])
         print("the orchestrator is not ready, and alive: no kubelet would restart it")
@@ -230,7 +242,7 @@ def wait_for(podman: Podman, *, drafted: bool) -> Object:
             return answer
         time.sleep(1)
     for name in ("orchestrator", "target", "draft", "redis"):
-        log = podman.call("logs", "--tail", "5", f"{name}-0-{name}")
+        log = podman.call("logs", "--tail", "5", f"{name}-0{SUFFIX}-{name}")
         print(f"--- {name}\n{log.stdout}{log.stderr}", file=sys.stderr)
     raise DemoFailed(f"no answer {'with' if drafted else 'without'} the draft within {READY_SECONDS:g} s")
 

@@ -18,7 +18,11 @@ COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "as", "ld", "make")
 PACKAGES = '{{index .Labels "tandem.packages"}}'
 """Where an image says that its list is."""
 
-TARGETS = {"orchestrator": f"tandem-orchestrator:{VERSION}", "worker-cpu": f"tandem-worker:{VERSION}-cpu"}
+SUFFIX = os.environ.get("TANDEM_CHECK_SUFFIX", "")
+TARGETS = {
+    "orchestrator": f"tandem-orchestrator{SUFFIX}:{VERSION}",
+    "worker-cpu": f"tandem-worker{SUFFIX}:{VERSION}-cpu",
+}
 BUILT = os.environ.get("TANDEM_CHECK_IMAGES", "").split()
 """Targets of the Dockerfile."""
 

@@ -73,7 +73,8 @@ def test_a_deployment_is_applied_and_waited_for(tmp_path: Path, failing: str) ->
     assert (done.returncode == 0, waited) == ((True, everything) if failing == "never" else (False, everything[:2]))
 
 
-def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["", "-a"])
+def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path, suffix: str) -> None:
     log = tmp_path / "log"
     builder = executable(
         tmp_path / "builder",
@@ -83,7 +84,12 @@ def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path)
     targets = ["orchestrator", "orchestrator-demo", "worker-cpu", "worker-cpu-demo", "worker-cuda"]
     done = subprocess.run(
         [REPOSITORY / "k8s" / "build-images.sh", *targets],
-        env={**os.environ, "CONTAINER": builder, "IMAGE_ARGS": "--build-arg 'PIP_ARGS=--pre --quiet'"},
+        env={
+            **os.environ,
+            "CONTAINER": builder,
+            "IMAGE_ARGS": "--build-arg 'PIP_ARGS=--pre --quiet'",
+            "TANDEM_CHECK_SUFFIX": suffix,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -92,7 +98,7 @@ def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path)
     arguments = log.read_text().splitlines()
     assert arguments[:3] == ["build", "--build-arg", "PIP_ARGS=--pre --quiet"]
     built = {arguments[at + 1] for at, word in enumerate(arguments) if word == "--tag"}
-    assert f"tandem-orchestrator:{VERSION}: 200 MiB, 100 MiB over its base" in done.stdout
+    assert f"tandem-orchestrator{suffix}:{VERSION}: 200 MiB, 100 MiB over its base" in done.stdout
     used = {
         container["image"].removeprefix("registry.example.com/tandem/")
         for name in OVERLAYS
@@ -101,7 +107,7 @@ def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path)
         for container in item["spec"]["template"]["spec"]["containers"]
     }
     ours = {image if image.startswith("tandem-") else f"tandem-{image}" for image in used if "/" not in image}
-    assert ours <= built
+    assert {image.replace(":", f"{suffix}:") for image in ours} <= built
 
 
 def test_every_image_target_exists() -> None:
