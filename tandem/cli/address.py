@@ -7,6 +7,7 @@ import dataclasses
 from tandem.cli.errors import USAGE, CliError
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +23,14 @@ class Address:
     def reachable(self) -> Address:
         """The address to connect to: one listens on a wildcard, but can't call it."""
         return Address(_WILDCARDS.get(self.host, self.host), self.port)
+
+    def same_place(self, other: Address) -> bool:
+        """Whether both lead to one service; all names of loopback do."""
+        return self._place() == other._place()
+
+    def _place(self) -> tuple[str, int]:
+        host = self.reachable().host.lower()
+        return "localhost" if host in _LOOPBACK else host, self.port
 
 
 def parse_address(text: str, variable: str) -> Address:

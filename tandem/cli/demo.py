@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     progress = Progress(console)
     for line in misspelt(environment):
         progress.note(line)
-    with running_stack(settings, progress) as address, _calls(address, environment) as client:
+    with running_stack(settings, progress) as address, _calls(address, settings.environment) as client:
         options = _with_gamma(options_of(arguments), environment)
         _compare(client, prompt_of(arguments, text), text, options, arguments.timeout, screen)
     console.print(f"logs: {settings.logs}", markup=False)

@@ -66,12 +66,10 @@ class StateFile:
     def load(self) -> StackState | None:
         """The recorded state, whatever still runs of it; None if nothing was started."""
         try:
-            text = self.path.read_text()
+            return _from_json(json.loads(self.path.read_text()))
         except FileNotFoundError:
             return None
-        try:
-            return _from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CliError(
                 f"{self.path} can't be read ({error}): end the processes it names, if any, and remove it"
             ) from error
