@@ -50,7 +50,8 @@ _PROBE_OPTIONS: Sequence[tuple[str, Any]] = (
 _PLAIN_TEXT = ServerFiles()
 
 NOTE_KEY, REFUSAL_KEY = "tandem-note-bin", "tandem-refusal-bin"
-"""Trailing metadata of a health check's answer, in UTF-8: what is missing, which a status can't say, and what time won't mend."""
+"""Trailing metadata of a health check's answer, in UTF-8: what a status can't say, which is what is missing, or of a worker that serves
+how long its context is; and what time won't mend."""
 LIVENESS = "liveness"
 """The name under which health says whether the process is sound, which is all that a restart can mend."""
 
@@ -112,7 +113,7 @@ class HealthSwitch:
         self._apart = server
 
     async def set(self, *, serving: bool, note: str = "", refusal: str = "") -> None:
-        """Switches readiness. What is missing, and what is there and refused, is for everybody who may ask."""
+        """Switches readiness. The note, and what is there and refused, is for everybody who may ask."""
         self.serving = serving
         said = {NOTE_KEY: note, REFUSAL_KEY: refusal}
         self._servicer.metadata = tuple((key, text.encode()) for key, text in said.items() if text)

@@ -54,12 +54,13 @@ class Progress:
             self._said_at = time.monotonic()
             self.note("waiting for " + ", ".join(f"{each} ({why})" for each, why in self._waiting.items()))
 
-    def ready(self, name: str) -> None:
-        """The service is ready."""
-        self._bars.update(self._tasks[name], completed=1, state="ready")
+    def ready(self, name: str, note: str) -> None:
+        """The service is ready; the note is what else it says, if anything."""
+        said = f", {note}" if note else ""
+        self._bars.update(self._tasks[name], completed=1, state=f"ready{said}")
         self._waiting.pop(name, None)
         if not self._console.is_terminal:
-            self.note(f"{name} ready after {time.monotonic() - self._started[name]:.1f} s")
+            self.note(f"{name} ready after {time.monotonic() - self._started[name]:.1f} s{said}")
 
     def note(self, line: str) -> None:
         """A line of its own, above the table."""

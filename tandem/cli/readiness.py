@@ -21,10 +21,11 @@ PROBE_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Ready without a reason, else in a few words why not; `final` if waiting won't help."""
+    """Ready without a reason, else in a few words why not; `final` if waiting won't help. `note` is what one that is ready says of itself."""
 
     reason: str = ""
     final: bool = False
+    note: str = ""
 
 
 READY = Answer()
@@ -43,7 +44,7 @@ def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
             for probe in probes:
                 answer = probe()
                 if not answer.reason:
-                    return READY
+                    return answer
                 answers.append(answer)
             return answers[0]
 
@@ -115,7 +116,7 @@ def _answer(serving: bool, said: Mapping[str, bytes]) -> Answer:
     if refusal:
         return Answer(refusal, final=True)
     if serving:
-        return READY
+        return Answer(note=note)
     return Answer(f"not ready: {note}" if note else "loading")
 
 

@@ -120,7 +120,7 @@ class Stack:
                     if answer.reason:
                         self._progress.update(name, answer.reason)
                     else:
-                        self._progress.ready(name)
+                        self._progress.ready(name, answer.note)
                         del waiting[name]
                 if waiting and time.monotonic() >= deadline:
                     raise self._not_ready(sorted(waiting))

@@ -184,7 +184,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
         if loaded is None:
             return 0
         state.loaded = loaded
-        await health.set(serving=True)
+        await health.set(serving=True, note=f"context {loaded.model.context_length:,} tokens")
         logger.info("serving %s", loaded.model.name)
         await stop.wait()
         if not state.closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console
 
@@ -17,8 +18,10 @@ def test_without_a_terminal_what_is_waited_for_is_said_now_and_then(monkeypatch)
         for name in ("redis", "target"):
             shown.begin(name, "")
         shown.update("redis", "connecting")
-        shown.ready("redis")
+        shown.ready("redis", "")
         shown.update("target", "loading")
-    first, ready, last = out.getvalue().splitlines()
-    assert (first, last) == ("waiting for redis (connecting)", "waiting for target (loading)")
-    assert ready.startswith("redis ready after")
+        shown.ready("target", "context 1,024 tokens")
+    first, redis, loading, target = out.getvalue().splitlines()
+    assert (first, loading) == ("waiting for redis (connecting)", "waiting for target (loading)")
+    assert re.fullmatch(r"redis ready after [0-9.]+ s", redis)
+    assert re.fullmatch(r"target ready after [0-9.]+ s, context 1,024 tokens", target)

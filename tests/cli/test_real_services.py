@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def real(stack: FakeStack) -> FakeStack:  # noqa: F811
 def test_demo(real):
     code, out, err = real.run("demo", "--raw", "--max-tokens=40", "--ignore-eos", "def main(")
     assert (code, err) == (0, "")
+    for role in ("draft", "target"):
+        assert re.search(rf"^{role} ready after [0-9.]+ s, context 1,024 tokens$", out, re.MULTILINE)
     assert "both texts are equal, token for token" in out
     assert "acceptance at position 2" in out
     assert real.listening() == set()
