@@ -97,7 +97,9 @@ clean: ## remove what was generated, but not the models
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Python compiles what is imported at its first import; pip would compile all 16,000 files, for a minute.
+# Python compiles what is imported at its first import; pip would compile all 16,000 files, for a minute. Where Python may not keep what it
+# compiles, they are compiled here after all: else each worker would, at each start, for 12 s of CPU time. Some are templates, or of other
+# versions, and don't compile.
 $(INSTALL): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Tandem needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -105,6 +107,8 @@ $(INSTALL): pyproject.toml constraints.txt
 	@echo "installing the pinned packages into $(VENV) (about 2 GB); the first time this takes some minutes"
 	@set -o pipefail; $(BIN)/python -m pip install --progress-bar off --no-compile --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[worker,cli,proto,bench,dev]' | $(BRIEFLY)
+	@test -z "$$PYTHONDONTWRITEBYTECODE" || { echo "compiling them, once, since PYTHONDONTWRITEBYTECODE is set"; \
+	  $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true; }
 	@touch $@
 
 # Of what pip says: each package that it fetches, and when it begins to install them.
