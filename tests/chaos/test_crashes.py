@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,8 +51,11 @@ def _until(what: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def _interrupted(channel: grpc.Channel, after: int, interrupt: Callable[[], None]) -> Generation:
-    """Runs the request and calls `interrupt` once `after` tokens have come."""
+def _interrupted(
+    channel: grpc.Channel, after: int, interrupt: Callable[[], None], **later: tuple[int, Callable[[], None]]
+) -> Generation:
+    """Runs the request and calls `interrupt` once `after` tokens have come, and what is to be called later as well."""
+    interrupts = [(after, interrupt), *later.values()]
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
 
     def responses() -> Iterator[api.GenerateResponse]:
@@ -61,14 +63,11 @@ def _interrupted(channel: grpc.Channel, after: int, interrupt: Callable[[], None
         for response in stub.Generate(request(PROMPT, **FIELDS), timeout=120):
             yield response
             before, seen = seen, seen + len(response.tokens)
-            if before < after <= seen:
-                interrupt()
+            for at, action in interrupts:
+                if before < at <= seen:
+                    action()
 
     return gather(responses())
-
-
-def _later(seconds: float, action: Callable[[], None]) -> None:
-    threading.Timer(seconds, action).start()
 
 
 def test_the_draft_is_killed_and_comes_back(stack: Stack, channel: grpc.Channel) -> None:
@@ -85,11 +84,13 @@ def test_the_draft_is_killed_and_comes_back(stack: Stack, channel: grpc.Channel)
 def test_the_draft_hangs_and_goes_on(stack: Stack, channel: grpc.Channel) -> None:
     undisturbed = generate(channel, PROMPT, **FIELDS)
 
-    def pause() -> None:
-        stack.draft.signal(signal.SIGSTOP)
-        _later(2.0, lambda: stack.draft.signal(signal.SIGCONT))
-
-    result = _interrupted(channel, 40, pause)
+    # As long as a hundred tokens take without it: by the clock, on a busy machine, no round might have met it.
+    result = _interrupted(
+        channel,
+        40,
+        lambda: stack.draft.signal(signal.SIGSTOP),
+        goes_on=(140, lambda: stack.draft.signal(signal.SIGCONT)),
+    )
     assert result.seen == undisturbed.seen
     # Late at first; after a second or two without an answer to a ping it is taken to be gone.
     reasons = set(result.speculation.degraded_reasons)

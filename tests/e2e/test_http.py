@@ -422,14 +422,18 @@ def test_a_caller_that_leaves_frees_its_place_and_its_state(service: Service, st
     sessions, cancelled = service.sessions(), service.cancelled()
     body = json.dumps({**LONG, "stream": stream}).encode()
     host, _, port = service.base.removeprefix("http://").removesuffix("/v1").partition(":")
-    with socket.create_connection((host, int(port))) as caller:
+    # Held, or it might be over before anybody looks.
+    with contextlib.ExitStack() as waiting, socket.create_connection((host, int(port))) as caller:
+        if not stream:
+            waiting.enter_context(service.held())
         caller.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
-        wait_for("it runs", lambda: service.running() == 1)
         if stream:
             assert b" 200 " in caller.recv(100)
+            waiting.enter_context(service.held())
+        wait_for("it runs", lambda: service.running() == 1)
     wait_for("its place is free", lambda: service.running() == 0)
     wait_for("its state is gone", lambda: service.sessions() <= sessions)  # earlier ones may have expired
     wait_for("the log has it", lambda: service.cancelled() == cancelled + 1)
@@ -514,7 +518,9 @@ def test_the_readmes_curl_works(service: Service) -> None:
 
 # Last: it ends the orchestrator.
 def test_what_runs_at_sigterm_goes_on_to_its_end(service: Service, client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
+    # As many rounds as tokens, or it might be over before the target is held.
+    rounds = {"ignore_eos": True, "num_speculative_tokens": 0}
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "extra_body": rounds}
     stream = client.completions.create(stream=True, **fields)
     next(iter(stream))
     with service.held():
