@@ -38,7 +38,7 @@ from .padded_target import pad
 from .peers_results import peers_goals, peers_tables
 from .profile import profile_tables
 from .running_pair import ModelPair, Way
-from .services import ServiceFailed
+from .services import NotMeasured, ServiceFailed
 from .serving_results import serving_goals, serving_tables
 from .simulation import Constants
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
         for each in _run(options):
             found.append(each)
             _print(console, each.parts)
-    except (ServiceFailed, ValueError) as error:
+    except (NotMeasured, ServiceFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     machine = dataclasses.replace(machine, load_after=load_average())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .prompts import PROMPT_CLASSES, PromptClass
 from .running_pair import ModelPair, RunningPair, Way, running_pair
-from .services import REPOSITORY
+from .services import REPOSITORY, NotMeasured
 
 RECORDED = Path(__file__).with_name("acceptance.json")
 MODELS = REPOSITORY / "models"
@@ -92,7 +92,7 @@ async def _count(services: RunningPair, prompts: PromptClass, temperature: float
         request.max_tokens, request.ignore_eos = TOKENS, True
         speculation = (await services.decode(request, Way(GAMMA, ahead=False))).finish.speculation
         if speculation.degraded_rounds:
-            raise AssertionError(f"rounds without the draft: {list(speculation.degraded_reasons)}")
+            raise NotMeasured(f"rounds without the draft: {list(speculation.degraded_reasons)}")
         drafted += speculation.draft_tokens
         accepted += speculation.accepted_tokens
         expected += speculation.expected_accepted_tokens

@@ -23,6 +23,7 @@ from .caller import Heard, generate
 from .progress import steps
 from .prompts import prompt_class
 from .running_pair import DRAFT_SECONDS, WARM_UP_TOKENS, ModelPair, RunningPair, running_pair
+from .services import NotMeasured
 from .statistic import median
 from .tables import results_table
 
@@ -70,7 +71,9 @@ class NetworkResult:
 
 
 async def measure(options: NetworkOptions) -> NetworkResult:
-    """Runs every gamma at every distance, in turns."""
+    """Runs every gamma at every distance, in turns. Raises ValueError where plain decoding is not among the gammas."""
+    if 0 not in options.gammas:
+        raise ValueError("--gamma: 0 must be among them, since all others are compared with it")
     heard: dict[tuple[float, int], list[Heard]] = {}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         async with running_pair(options.models, Path(folder), far=True) as services:
@@ -84,7 +87,7 @@ async def measure(options: NetworkOptions) -> NetworkResult:
                 assert services.far is not None
                 run = await generate(services.far, _request(options, gamma))
                 if run.finish.speculation.degraded_rounds:
-                    raise AssertionError(f"rounds without the draft: {list(run.finish.speculation.degraded_reasons)}")
+                    raise NotMeasured(f"rounds without the draft: {list(run.finish.speculation.degraded_reasons)}")
                 heard.setdefault((round_trip, gamma), []).append(run)
     name, temperature = options.case
     rows = network_rows(heard, options.max_tokens)
@@ -101,7 +104,7 @@ async def _warm_up(services: RunningPair, options: NetworkOptions) -> None:
         request.max_tokens = WARM_UP_TOKENS
         while (await generate(services.far, request)).finish.speculation.degraded_rounds:
             if time.monotonic() > deadline:
-                raise AssertionError("the far orchestrator found no draft")
+                raise NotMeasured("the far orchestrator found no draft")
 
 
 def _request(options: NetworkOptions, gamma: int) -> api.GenerateRequest:

@@ -28,7 +28,7 @@ from .caller import Heard, generate, generate_together
 from .echo import measure_echo
 from .fixed_workers import ECHO_METHOD, TIMINGS_METHOD
 from .round_bytes import RoundBytes, round_bytes
-from .services import REPOSITORY, free_address, running, running_store
+from .services import REPOSITORY, NotMeasured, free_address, running, running_store
 from .statistic import median, quantile
 
 TOKENIZER = REPOSITORY / "models" / "tiny-target"
@@ -221,7 +221,7 @@ async def _measure_once(bench: _Bench, samples: _Samples, request: api.GenerateR
 def _check(heard: Heard, gamma: int) -> None:
     speculation = heard.finish.speculation
     if speculation.degraded_rounds or speculation.rebuilds or bool(speculation.draft_tokens) != bool(gamma):
-        raise AssertionError(f"the rounds were not what was to be measured: {speculation}")
+        raise NotMeasured(f"the rounds were not what was to be measured: {speculation}")
 
 
 def _case(concurrency: int, gamma: int, samples: _Samples) -> OverheadCase:
@@ -315,4 +315,4 @@ async def wait_for_draft(calls: grpc.aio.Channel, options: OverheadOptions) -> N
     deadline = time.monotonic() + 30
     while (await generate(calls, fixed_request(1, 4, options))).finish.speculation.degraded_rounds:
         if time.monotonic() > deadline:
-            raise AssertionError("the orchestrator found no draft")
+            raise NotMeasured("the orchestrator found no draft")

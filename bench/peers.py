@@ -26,7 +26,7 @@ from .peers_results import Decoded, PeersResult, PeersRow, peers_rows
 from .progress import steps
 from .prompts import PROMPT_CLASSES, prompt_class
 from .running_pair import ModelPair, RunningPair, Way, running_pair
-from .services import REPOSITORY
+from .services import REPOSITORY, NotMeasured
 from .transformers_peer import Asked, Told
 
 ALONE, ASSISTED = "transformers", "transformers, assisted"
@@ -115,7 +115,7 @@ async def _tandem(
     )
     heard = await services.decode(request, way)
     if heard.finish.speculation.degraded_rounds:
-        raise AssertionError(f"rounds without the draft: {list(heard.finish.speculation.degraded_reasons)}")
+        raise NotMeasured(f"rounds without the draft: {list(heard.finish.speculation.degraded_reasons)}")
     return Decoded(heard.token_ids, tuple(arrival - heard.asked for arrival in heard.arrivals), heard.tokens)
 
 

@@ -18,7 +18,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from .caller import Heard, generate
 from .delayed_link import DelayedLink
 from .prompts import PROMPT_CLASSES
-from .services import REPOSITORY, Planned, free_address, run_all, running_store
+from .services import REPOSITORY, NotMeasured, Planned, free_address, run_all, running_store
 from .worker_times import WorkerStreams, worker_streams
 
 TARGET = REPOSITORY / "models" / "smollm2-135m-instruct"
@@ -90,7 +90,7 @@ class RunningPair:
             asked.num_speculative_tokens = way.gamma
         calls = self.eager if way.ahead else self.near
         if calls is None:
-            raise AssertionError("no draft works ahead")
+            raise NotMeasured("no draft works ahead")
         return await generate(calls, asked)
 
     async def warm_up(self, ways: Iterable[Way]) -> None:
@@ -101,7 +101,7 @@ class RunningPair:
         for way in ways:
             while (await self.decode(request, way)).finish.speculation.degraded_rounds:
                 if time.monotonic() > deadline:
-                    raise AssertionError(f"the orchestrator found no draft for {way}")
+                    raise NotMeasured(f"the orchestrator found no draft for {way}")
 
     def ahead_items(self) -> dict[str, float]:
         """What the draft that works ahead counted; empty where there is none."""

@@ -26,6 +26,10 @@ _reserved: deque[socket.socket] = deque(maxlen=64)
 """The latest addresses only: services are started soon after."""
 
 
+class NotMeasured(Exception):
+    """What ran was not what was to be measured: rounds without the draft, for example, on a machine that is too busy."""
+
+
 class ServiceFailed(Exception):
     """A service ended or didn't become ready; the message has the end of its log."""
 

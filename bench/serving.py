@@ -27,7 +27,7 @@ from tandem.v1 import sampling_pb2
 from .caller import generate, generate_together
 from .progress import steps
 from .running_pair import ModelPair
-from .services import Planned, free_address, run_all, running_store
+from .services import NotMeasured, Planned, free_address, run_all, running_store
 from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case, serving_constants
 from .simulation import Constants
 from .statistic import median
@@ -122,7 +122,7 @@ async def _load(bench: _Bench, channel: grpc.aio.Channel, requests: Sequence[api
     forwards_after, items_after = batches(bench.target_metrics)
     for each in heard:
         if each.finish.speculation.degraded_rounds or each.finish.speculation.rebuilds:
-            raise AssertionError(f"the rounds were not what was to be measured: {each.finish.speculation}")
+            raise NotMeasured(f"the rounds were not what was to be measured: {each.finish.speculation}")
     return Load(heard, forwards_after - forwards, items_after - items, cpu)
 
 
@@ -187,7 +187,7 @@ async def _warm_up(bench: _Bench) -> None:
         request = _request(bench, random_token_ids(0, PROMPT_TOKENS), gamma)
         while (await generate(channel, request)).finish.speculation.degraded_rounds:
             if time.monotonic() > deadline:
-                raise AssertionError("an orchestrator found no draft")
+                raise NotMeasured("an orchestrator found no draft")
 
 
 @contextlib.asynccontextmanager

@@ -99,7 +99,7 @@ def overhead_tables(result: OverheadResult) -> list[Table]:
 def acceptance_table(rows: Sequence[AcceptanceRow]) -> Table:
     """By class of prompts and temperature."""
     acceptances = results_table(
-        f"Acceptance of the demo pair, gamma {GAMMA}",
+        f"Acceptance, gamma {GAMMA}",
         ("prompts", "accepted / drafted", "expected / drafted", "recorded"),
     )
     for row in rows:
