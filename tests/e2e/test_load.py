@@ -25,6 +25,7 @@ from grpc_status import rpc_status
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.engine.models import random_ids
 from tests.support.generation import generate, generate_all, paced_channel, request
+from tests.support.ledger import StackLedger
 from tests.support.ports import free_port
 from tests.support.services import MODELS, Stack, running_stack
 from tests.support.tcp_proxy import TcpProxy
@@ -151,6 +152,22 @@ def test_a_caller_that_stops_reading_is_ended_and_slows_nobody(watched: Watched)
             list(call)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     wait_until_idle(watched)
+
+
+def test_what_is_left_behind_is_found(watched: Watched) -> None:
+    """By the check that follows each test here: a request that still runs, and a key that nothing would ever delete."""
+    with paced_channel(watched.stack.orchestrator.address) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        call = stub.Generate(request(PROMPT, **{**CANARY, "max_tokens": 900}), timeout=60)
+        next(call)
+        with pytest.raises(AssertionError, match="target_service tandem_sessions 1"):
+            StackLedger(watched.stack, settle_seconds=0).check()
+        call.cancel()
+    with redis.Redis.from_url(watched.stack.redis_url) as store:
+        store.set("left", 1)
+        with pytest.raises(AssertionError, match="never expire"):
+            StackLedger(watched.stack).check()
+        store.delete("left")
 
 
 def test_a_prompt_that_was_seen_is_not_run_again_unless_its_salt_is_another(watched: Watched) -> None:

@@ -53,6 +53,9 @@ class ServiceProcess:
         self._cold = cold
         self._namespace = namespace
         self.process: ForkedService | subprocess.Popen[bytes] | None = None
+        metrics = environment.get(f"TANDEM_{module.removesuffix('_service').upper()}_METRICS_LISTEN", "")
+        self.metrics = metrics or environment.get("TANDEM_HTTP_LISTEN", "")
+        """Where its metrics are; empty where there are none."""
         self.security = ClientFiles()
         """What to reach it with."""
 
@@ -166,6 +169,14 @@ class Stack:
         return [*self.drafts, *self.targets, *self.orchestrators]
 
 
+_running: list[Stack] = []
+
+
+def running_stacks() -> list[Stack]:
+    """Those that run now, in the order of their start."""
+    return list(_running)
+
+
 @contextlib.contextmanager
 def running_stack(
     folder: Path,
@@ -224,9 +235,13 @@ def running_stack(
             stack.worker_proxies[role] = parts.enter_context(ProxyThread(host, int(worker_port)))
             reached_at[role][0] = f"127.0.0.1:{stack.worker_proxies[role].port}"
         for number, address in enumerate(addresses["orchestrator"]):
+            # Where there is HTTP, they are there.
+            with_http = "TANDEM_HTTP_LISTEN" in extra
+            metrics = {} if with_http else {"TANDEM_ORCHESTRATOR_METRICS_LISTEN": f"127.0.0.1:{free_port()}"}
             port = proxy.port if proxy is not None and number == 0 else store_port
             settings = {
                 "TANDEM_ORCHESTRATOR_LISTEN": address,
+                **metrics,
                 "TANDEM_DRAFT_ADDRESSES": ",".join(reached_at["draft"]),
                 "TANDEM_TARGET_ADDRESSES": ",".join(reached_at["target"]),
                 "TANDEM_TOKENIZER": str(target_model),
@@ -245,8 +260,10 @@ def running_stack(
                 service.wait_serving()
             for service in stack.orchestrators if wait_ready else ():
                 service.wait_serving()
+            _running.append(stack)
             yield stack
         finally:
+            _running[:] = [each for each in _running if each is not stack]
             for service in reversed(stack.services):
                 service.stop()
 
@@ -272,7 +289,12 @@ def _workers(
         ServiceProcess(
             module,
             address,
-            {f"TANDEM_{role.upper()}_LISTEN": address, f"TANDEM_{role.upper()}_MODEL": str(model), **extra},
+            {
+                f"TANDEM_{role.upper()}_LISTEN": address,
+                f"TANDEM_{role.upper()}_METRICS_LISTEN": f"127.0.0.1:{free_port()}",
+                f"TANDEM_{role.upper()}_MODEL": str(model),
+                **extra,
+            },
             folder / _log_name(role, number),
             faults.get(module),
             namespace=namespace,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -135,6 +137,44 @@ def test_target_rows_match_transformers_over_the_grid(kind: str, size: int) -> N
     ]
     worst = int(np.argmax(deviations))
     assert max(deviations) <= 1e-6, (deviations[worst], GRID[worst])
+
+
+class _NoScalars(TorchDispatchMode):
+    """Reading one number of a tensor, as `float` and `item` do, waits for the device too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["plain", "flat"])
+def test_rows_come_back_from_the_device_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every transfer waits for all that was computed: one for all rows of a step, and one or two for those among them that need
+    another look, however many rows there are."""
+    transfers: list[Tensor] = []
+    cpu = Tensor.cpu
+
+    def counted(tensor: Tensor) -> Tensor:
+        transfers.append(tensor)
+        return cpu(tensor)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    size, again = 1531, 3
+    counts = []
+    for params in (GRID, GRID * again):
+        logits = logits_of_kind(kind, len(GRID), size).repeat(len(params) // len(GRID), 1)
+        supports = [np.arange(5, dtype=np.uint32)] * len(params)
+        positions = list(range(len(params)))
+        for step in (
+            lambda: target_rows(logits, params, positions, supports, size),  # noqa: B023 - called at once
+            lambda: draft_tokens(logits, params, positions, size, 64),  # noqa: B023 - called at once
+        ):
+            transfers.clear()
+            with _NoScalars():
+                step()
+            counts.append(len(transfers))
+    assert counts[:2] == counts[2:], "three times the rows, and not one transfer more"
+    assert max(counts) <= 3
 
 
 def deviation(logits: Tensor, params: SamplingParams, position: int = 0) -> float:
