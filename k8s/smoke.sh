@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sends one request to the orchestrator of a cluster through a port-forward, and fails unless it is answered.
 # Says whether drafts were accepted on the way; with EXPECT=speculation or EXPECT=plain it fails if that is not so.
+# Where the orchestrator serves TLS or wants a token: TANDEM_TLS_ORCHESTRATOR_CA, …_CERTIFICATE, …_KEY and TANDEM_TOKEN, as for the command line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +23,10 @@ if [ -z "$port" ]; then
   exit 1
 fi
 
-answer=$("$bin/tandem" generate --address "127.0.0.1:$port" --timeout 120 --max-tokens 32 --temperature 0 \
+host=127.0.0.1
+# The name that certificates have for this end of a port-forward.
+if [ -n "${TANDEM_TLS_ORCHESTRATOR_CA:-}" ]; then host=localhost; fi
+answer=$("$bin/tandem" generate --address "$host:$port" --timeout 120 --max-tokens 32 --temperature 0 \
   --ignore-eos --raw --json "def main():")
 EXPECT=${EXPECT:-} "$bin/python" - "$answer" <<'PYTHON'
 import json, os, sys

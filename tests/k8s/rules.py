@@ -14,6 +14,7 @@ from typing import Any
 from draft_service.config import DraftConfig
 from orchestrator.__main__ import CLOSE_SECONDS as REQUESTS_CLOSE_SECONDS
 from orchestrator.config import OrchestratorConfig
+from orchestrator.http.body import MAX_BODY_BYTES
 from orchestrator.http.face import CLOSE_SECONDS as HTTP_CLOSE_SECONDS
 from tandem import config
 from tandem.grpc_server import LIVENESS
@@ -517,6 +518,11 @@ def encryption(cluster: Cluster) -> Iterator[str]:
     for container in cluster.containers():
         if container.module is not None:
             yield from _file_faults(cluster, container)
+    for service in cluster.of("Service"):
+        module = _module_behind(cluster, service)
+        spoken = {port.get("appProtocol") for port in service["spec"]["ports"]}
+        if module is not None and _serves_tls(cluster, module) and spoken & {*_PROTOCOLS.values()}:
+            yield f"{name_of(service)}: speaks TLS, but says {sorted(map(str, spoken))}"
     orchestrator = cluster.environment(cluster.service("orchestrator"))
     encrypts = "TANDEM_TLS_WORKER_CA" in orchestrator
     for role in ("draft", "target"):
@@ -529,6 +535,16 @@ def encryption(cluster: Cluster) -> Iterator[str]:
         host = orchestrator[f"TANDEM_{role.upper()}_ADDRESSES"].rpartition(":")[0]
         if certificate is not None and host not in certificate["spec"]["dnsNames"]:
             yield f"{role}: its certificate has not the name {host}"
+
+
+def _module_behind(cluster: Cluster, service: Object) -> str | None:
+    """The service of ours that a Service leads to, if it does."""
+    chosen = cluster.selected(service["spec"]["selector"])
+    return next((each.module for each in cluster.containers() if each.workload in chosen and each.module), None)
+
+
+def _serves_tls(cluster: Cluster, module: str) -> bool:
+    return "TANDEM_TLS_CERTIFICATE" in cluster.environment(cluster.service(module))
 
 
 def _file_faults(cluster: Cluster, container: Container) -> Iterator[str]:
@@ -561,7 +577,7 @@ def certificates(cluster: Cluster) -> Iterator[str]:
 
 @rule
 def routes(cluster: Cluster) -> Iterator[str]:
-    """Routes are custom resources, too. A route of either kind leads to a port that speaks its protocol, in plain text."""
+    """Routes are custom resources, too. A route of either kind leads to a port that speaks its protocol, in TLS if a policy says so."""
     hosts: dict[str, str] = {}
     for route in cluster.of("GRPCRoute", "HTTPRoute"):
         for host in route["spec"]["hostnames"]:
@@ -582,6 +598,8 @@ def routes(cluster: Cluster) -> Iterator[str]:
 
 
 _PROTOCOLS = {"GRPCRoute": "kubernetes.io/h2c", "HTTPRoute": "http"}
+"""In plain text."""
+_PORTS = {"GRPCRoute": "grpc", "HTTPRoute": "http"}
 
 
 def _backend_faults(cluster: Cluster, route: Object, entry: Object) -> Iterator[str]:
@@ -589,13 +607,70 @@ def _backend_faults(cluster: Cluster, route: Object, entry: Object) -> Iterator[
         service = match.get("method", {}).get("service")
         if service is not None and service != GRPC_SERVICES["orchestrator"]:
             yield f"{name_of(route)}: no gRPC service {service}"
+        if match.get("path") == {"type": "PathPrefix", "value": "/"}:
+            yield f"{name_of(route)}: lets /metrics out"
     for backend in entry["backendRefs"]:
         service = cluster.by_name.get(("Service", backend["name"]), {"spec": {"ports": []}})
+        names = {port["port"]: port["name"] for port in service["spec"]["ports"]}
+        if names.get(backend["port"]) != _PORTS[route["kind"]]:
+            yield f"{name_of(route)}: {backend['name']}:{backend['port']} is not there, or is {names.get(backend['port'])}"
         spoken = {port["port"]: port.get("appProtocol") for port in service["spec"]["ports"]}
-        if spoken.get(backend["port"]) != _PROTOCOLS[route["kind"]]:
-            yield f"{name_of(route)}: {backend['name']}:{backend['port']} is not there, or speaks {spoken.get(backend['port'])}"
-    if "TANDEM_TLS_CERTIFICATE" in cluster.environment(cluster.service("orchestrator")):
-        yield f"{name_of(route)}: the orchestrator speaks TLS, and the gateway doesn't to it"
+        encrypts = backend["name"] in _names_that_gateways_encrypt_to(cluster)
+        if encrypts != _serves_tls(cluster, "orchestrator"):
+            yield f"{name_of(route)}: one of gateway and orchestrator speaks TLS to the other, and the other doesn't"
+        if not encrypts and spoken.get(backend["port"]) != _PROTOCOLS[route["kind"]]:
+            yield f"{name_of(route)}: {backend['name']}:{backend['port']} speaks {spoken.get(backend['port'])}"
+
+
+def _names_that_gateways_encrypt_to(cluster: Cluster) -> set[str]:
+    return {each["name"] for policy in cluster.of("BackendTLSPolicy") for each in policy["spec"]["targetRefs"]}
+
+
+@rule
+def ingresses(cluster: Cluster) -> Iterator[str]:
+    """An Ingress leads to a port of the orchestrator, is told what that speaks, and lets pass what the orchestrator takes."""
+    for ingress in cluster.of("Ingress"):
+        said = {name.partition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()}
+        with_certificate = {host for each in ingress["spec"].get("tls", []) for host in each["hosts"]}
+        for entry in ingress["spec"]["rules"]:
+            if entry["host"] not in with_certificate:
+                yield f"{name_of(ingress)}: {entry['host']} has no certificate, and callers would show their tokens"
+            for path in entry["http"]["paths"]:
+                yield from _path_faults(cluster, ingress, path, said.get("backend-protocol", "HTTP"))
+        for each in ingress["spec"].get("tls", []):
+            if each["secretName"] not in cluster.secrets() | dict.fromkeys(MADE_BY_HAND):
+                yield f"{name_of(ingress)}: nobody makes Secret {each['secretName']}"
+        if said.get("proxy-body-size") != f"{MAX_BODY_BYTES >> 20}m":
+            yield f"{name_of(ingress)}: lets bodies of {said.get('proxy-body-size')} pass; the orchestrator takes {MAX_BODY_BYTES}"
+        # For a place at an orchestrator, then for one at a target.
+        longest = sum(
+            options.max_waiting_seconds for name, options in _loaded(cluster).items() if name != "draft_service"
+        )
+        for limit in ("proxy-read-timeout", "proxy-send-timeout"):
+            if not float(said.get(limit, 60)) > longest:
+                yield f"{name_of(ingress)}: {limit} may end a request that waits for its first token"
+
+
+def _path_faults(cluster: Cluster, ingress: Object, path: Object, protocol: str) -> Iterator[str]:
+    backend = path["backend"]["service"]
+    service = cluster.by_name.get(("Service", backend["name"]), {"spec": {"ports": []}})
+    port = backend["port"].get("name")
+    if service["spec"]["ports"] == [] or port not in {each["name"] for each in service["spec"]["ports"]}:
+        yield f"{name_of(ingress)}: no port {port} at a Service {backend['name']}"
+        return
+    plain, allowed = _INGRESS_BACKENDS.get(port, ("nothing", set()))
+    wanted = plain + "S" * _serves_tls(cluster, "orchestrator")
+    if protocol != wanted:
+        yield f"{name_of(ingress)}: is told that {port} speaks {protocol}, and it speaks {wanted}"
+    if (path["pathType"], path["path"]) not in allowed:
+        yield f"{name_of(ingress)}: {path['path']} is not for everybody, or not there"
+
+
+_INGRESS_BACKENDS = {
+    "grpc": ("GRPC", {("Prefix", f"/{GRPC_SERVICES['orchestrator']}")}),
+    "http": ("HTTP", {("Prefix", "/v1"), ("Exact", "/")}),
+}
+"""By port of the orchestrator: what it speaks in plain text, and what of it may be outside. /metrics is not."""
 
 
 @rule
@@ -650,18 +725,25 @@ def autoscalers(cluster: Cluster) -> Iterator[str]:
 @rule
 def slots(cluster: Cluster) -> Iterator[str]:
     """All that the orchestrators run at once has a slot at the targets, and at the drafts, however far autoscalers go."""
-    try:
-        loaded = {
-            module: config.load(CONFIGS[module], [], cluster.environment(cluster.service(module))) for module in CONFIGS
-        }
-    except config.ConfigError:
-        return  # `settings` says so
+    loaded = _loaded(cluster)
+    if not loaded:
+        return
     for at, which in ((0, "fewest"), (1, "most")):
         running = _replicas(cluster, "orchestrator")[at] * loaded["orchestrator"].max_running_requests
         for module in ("draft_service", "target_service"):
             places = _replicas(cluster, module)[at] * loaded[module].slots
             if running > places:
                 yield f"{module}: {places} slots with the {which} replicas, but orchestrators run {running} requests"
+
+
+def _loaded(cluster: Cluster) -> dict[str, Any]:
+    """What the services make of their settings; nothing where they refuse them, which `settings` says."""
+    try:
+        return {
+            name: config.load(each, [], cluster.environment(cluster.service(name))) for name, each in CONFIGS.items()
+        }
+    except config.ConfigError:
+        return {}
 
 
 def _replicas(cluster: Cluster, module: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ VERSIONS = sorted(kubernetes_validate.utils.all_versions(), key=lambda text: tup
 CUSTOM_RESOURCES = {
     *("ServiceMonitor", "PrometheusRule"),
     *("Certificate", "Issuer"),
-    *("Gateway", "GRPCRoute", "HTTPRoute"),
+    *("Gateway", "GRPCRoute", "HTTPRoute", "BackendTLSPolicy"),
 }
 """Kinds whose schema comes from an operator; our rules look at them."""
 
@@ -72,8 +72,8 @@ def combined(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
         return dict(zip(chosen, builders.map(build_combination, chosen, folders), strict=True))
 
 
-def build_combination(chosen: tuple[str, ...], folder: Path) -> list[Object]:
-    """The objects of `combinations`' item."""
+def build_combination(chosen: tuple[str, ...], folder: Path, more: Object | None = None) -> list[Object]:
+    """The objects of `combinations`' item, in an overlay that says `more` itself."""
     relative = Path(os.path.relpath(K8S, folder))
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -81,9 +81,51 @@ def build_combination(chosen: tuple[str, ...], folder: Path) -> list[Object]:
         "namespace": "tandem",
         "resources": [str(relative / chosen[0])],
         "components": [str(relative / "components" / name) for name in chosen[1:]],
+        **(more or {}),
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return build(folder)
+
+
+def advice(component: str) -> Object:
+    """The piece of YAML that a component's README gives for overlays."""
+    text = (K8S / "components" / component / "README.md").read_text()
+    (piece,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    content: Object = yaml.safe_load(piece)
+    return content
+
+
+def test_tls_at_the_orchestrator_is_as_the_readmes_say(tmp_path: Path) -> None:
+    """Alone, and behind a gateway and an Ingress: with what theirs say, and not without it."""
+    tls, behind = advice("mtls"), ("overlays/production", "gateway", "ingress")
+    folders = [tmp_path / name for name in ("alone", "behind", "advised")]
+    for folder in folders:
+        folder.mkdir()
+    alone = build_combination(("base", "redis", "mtls"), folders[0], tls)
+    assert faults(alone) == []
+    environment = Cluster(alone).environment(Cluster(alone).service("orchestrator"))
+    assert {"TANDEM_TLS_CERTIFICATE", "TANDEM_TLS_KEY", "TANDEM_TLS_WORKER_CA"} <= environment.keys()
+    found = {fault.partition(":")[0] for fault in faults(build_combination(behind, folders[1], tls))}
+    assert found == {"routes", "ingresses"}
+    both = {**tls, "patches": tls["patches"] + advice("ingress")["patches"]}
+    policy = advice("gateway")
+    policy["metadata"]["namespace"] = "tandem"
+    assert faults([*build_combination(behind, folders[2], both), policy]) == []
+    assert policy["spec"]["validation"]["hostname"] in _dns_names(alone, "orchestrator")
+
+
+def _dns_names(objects: list[Object], certificate: str) -> list[str]:
+    names: list[str] = Cluster(objects).by_name[("Certificate", certificate)]["spec"]["dnsNames"]
+    return names
+
+
+def test_models_are_chosen_as_the_readme_says(tmp_path: Path) -> None:
+    cluster = Cluster(build_combination(("base", "redis", "model-volume"), tmp_path, advice("model-volume")))
+    fetching = [container for container in cluster.containers() if container.init]
+    assert len(fetching) == 3
+    for container in fetching:
+        chosen = cluster.environment(container)
+        assert {chosen["TARGET_SOURCE"], chosen["DRAFT_SOURCE"]} == {"ORG/MODEL"}
 
 
 def test_kubectl_is_at_hand() -> None:

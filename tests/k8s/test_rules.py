@@ -16,7 +16,7 @@ from tests.k8s.test_manifests import build_combination
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    objects = build_combination(("overlays/production", "gateway"), tmp_path_factory.mktemp("good"))
+    objects = build_combination(("overlays/production", "gateway", "ingress"), tmp_path_factory.mktemp("good"))
     assert faults(objects) == []
     return objects
 
@@ -58,6 +58,17 @@ def _on_cpu(build: Build) -> None:
 
 def _rule(build: Build, kind: str) -> Any:
     return build(kind, "orchestrator")["spec"]["rules"][0]
+
+
+NGINX = "nginx.ingress.kubernetes.io"
+
+
+def _annotations(build: Build, port: str) -> Any:
+    return build("Ingress", f"orchestrator-{port}")["metadata"]["annotations"]
+
+
+def _path(build: Build, port: str) -> Any:
+    return build("Ingress", f"orchestrator-{port}")["spec"]["rules"][0]["http"]["paths"][0]
 
 
 def _peer(build: Build, policy: str) -> Any:
@@ -141,6 +152,28 @@ FAULTS = [
         lambda b: b("Gateway", "tandem")["spec"]["listeners"][0]["tls"].update(certificateRefs=[{"name": "x"}]),
     ),
     broken("routes", lambda b: b.settings("orchestrator").update(TANDEM_TLS_CERTIFICATE="/tls/tls.crt")),
+    broken("routes", lambda b: _rule(b, "HTTPRoute")["matches"][0]["path"].update(value="/")),
+    broken(
+        "routes",
+        lambda b: b.objects.append(
+            {
+                "kind": "BackendTLSPolicy",
+                "metadata": {"name": "a", "namespace": "tandem", "labels": {"app.kubernetes.io/part-of": "tandem"}},
+                "spec": {"targetRefs": [{"group": "", "kind": "Service", "name": "orchestrator"}]},
+            }
+        ),
+    ),
+    broken("encryption", lambda b: b.settings("orchestrator").update(TANDEM_TLS_CERTIFICATE="/tls/tls.crt")),
+    broken("ingresses", lambda b: b.settings("orchestrator").update(TANDEM_TLS_CERTIFICATE="/tls/tls.crt")),
+    broken("ingresses", lambda b: _annotations(b, "grpc").update({f"{NGINX}/backend-protocol": "HTTP"})),
+    broken("ingresses", lambda b: _annotations(b, "http").pop(f"{NGINX}/proxy-body-size")),
+    broken("ingresses", lambda b: _annotations(b, "http").pop(f"{NGINX}/proxy-read-timeout")),
+    broken("ingresses", lambda b: _path(b, "http").update(path="/")),
+    broken("ingresses", lambda b: _path(b, "grpc").update(path="/tandem.v1.DraftService")),
+    broken("ingresses", lambda b: _path(b, "http")["backend"]["service"]["port"].update(name="metrics")),
+    broken("ingresses", lambda b: _path(b, "http")["backend"]["service"].update(name="target")),
+    broken("ingresses", lambda b: b("Ingress", "orchestrator-http")["spec"].pop("tls")),
+    broken("ingresses", lambda b: b("Ingress", "orchestrator-grpc")["spec"]["tls"][0].update(secretName="x")),
     broken("grace", lambda b: b.pod(*TARGET).update(terminationGracePeriodSeconds=60)),
     broken("grace", lambda b: b.settings("orchestrator").update(TANDEM_DRAIN_SECONDS="66")),
     broken("progress", lambda b: b(*ORCHESTRATOR)["spec"].pop("progressDeadlineSeconds")),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tandem.transport_security import ClientFiles
 from tests.k8s.kubectl import REPOSITORY, build
 from tests.k8s.test_manifests import OVERLAYS
-from tests.support.services import Stack
+from tests.support.authority import Authority
+from tests.support.ports import free_port
+from tests.support.services import ServiceProcess, Stack
 
 VERSION = "0.1.0"
 
@@ -50,6 +54,37 @@ def test_the_smoke_test_fails_when_the_draft_was_to_be_away(forwarding: str) -> 
     done = smoke(forwarding, EXPECT="plain")
     assert done.returncode != 0
     assert "expected plain" in done.stderr
+
+
+@pytest.fixture
+def encrypting(tiny_stack: Stack, tmp_path: Path) -> Iterator[ServiceProcess]:
+    """Another orchestrator of the stack, which speaks TLS. As in a cluster its certificate has names, and no address."""
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.issue("orchestrator", "orchestrator.tandem.svc", "localhost")
+    address = f"127.0.0.1:{free_port()}"
+    original = tiny_stack.orchestrator
+    environment = {
+        **original.environment,
+        "TANDEM_ORCHESTRATOR_LISTEN": address,
+        "TANDEM_TLS_CERTIFICATE": certificate,
+        "TANDEM_TLS_KEY": key,
+    }
+    process = ServiceProcess(original.module, address.replace("127.0.0.1", "localhost"), environment, tmp_path / "log")
+    process.security = ClientFiles(str(authority.folder / "ca.pem"))
+    process.start()
+    try:
+        process.wait_serving()
+        yield process
+    finally:
+        process.stop()
+
+
+def test_the_smoke_test_speaks_tls(encrypting: ServiceProcess, tmp_path: Path) -> None:
+    port = encrypting.address.rpartition(":")[2]
+    kubectl = executable(tmp_path / "kubectl", f'echo "Forwarding from 127.0.0.1:{port} -> 50051"; exec sleep 60')
+    done = smoke(kubectl, TANDEM_TLS_ORCHESTRATOR_CA=encrypting.security.ca)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("answered: 32 tokens of ")
 
 
 def test_the_smoke_test_says_why_there_is_no_cluster(tmp_path: Path) -> None:
