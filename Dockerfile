@@ -8,7 +8,8 @@
 #
 # `make images` builds those that the demo needs. Everything is installed in the versions of constraints.txt. The images have
 # no compiler and run as user 10001; they write to /tmp alone, so that their root file system can be read-only. What is
-# installed is listed in /opt/tandem/packages.txt, and each package's licence is beside it.
+# installed is listed in /opt/tandem/packages.txt, which the label tandem.packages names, and each package's licence is beside it; `make images`
+# puts the list itself into the label tandem.pip-list.
 #
 #   PYTHON_IMAGE   give it with a digest to pin more than the tag
 #   PIP_ARGS       passed on to pip; worker-cpu needs an index that has torch's CPU builds, as PyTorch's own

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images named as arguments, which are targets of the Dockerfile, and says how large they are.
+# Builds the images named as arguments, which are targets of the Dockerfile, labels them with the packages in them, and says how large
+# they are.
 #
 #   CONTAINER   podman or docker; default: the one that is there and works
 #   IMAGE_ARGS  passed on to the build, for example --build-arg PIP_ARGS="--extra-index-url URL"
@@ -20,6 +21,22 @@ if [ -z "${CONTAINER:-}" ]; then
   exit 1
 fi
 
+instead=$("$CONTAINER" image inspect --format '{{index .Config.Labels "tandem.stand-in"}}' "$base" 2>/dev/null) || instead=""
+if [ -n "$instead" ]; then
+  echo "note: $base is a stand-in on this machine, $instead; remove it (rmi $base) to build on the real one" >&2
+fi
+empty=$(mktemp -d)
+trap 'rm -rf "$empty"' EXIT
+
+# What is in it can only be known once it is built: what the label tandem.packages names becomes the label tandem.pip-list. Nothing is run.
+label() {
+  local container packages
+  container=$("$CONTAINER" create "$1")
+  packages=$("$CONTAINER" cp "$container:/opt/tandem/packages.txt" - | tar -xO | tr '\n' ' ')
+  "$CONTAINER" rm "$container" >/dev/null
+  echo "FROM $1" | "$CONTAINER" build --label "tandem.pip-list=${packages% }" --tag "$1" --file - "$empty" >/dev/null
+}
+
 mib() { echo $(($("$CONTAINER" image inspect --format '{{.Size}}' "$1") / 1048576)); }
 
 for target in "$@"; do
@@ -32,6 +49,7 @@ for target in "$@"; do
   # IMAGE_ARGS is split into words, with quotes as in a shell.
   eval "arguments=(${IMAGE_ARGS:-})"
   "$CONTAINER" build "${arguments[@]}" --target "$target" --tag "$name" .
+  label "$name"
   over=""
   if "$CONTAINER" image inspect "$base" >/dev/null 2>&1; then over=", $(($(mib "$name") - $(mib "$base"))) MiB over its base"; fi
   echo "$name: $(mib "$name") MiB$over"

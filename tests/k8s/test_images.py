@@ -17,6 +17,8 @@ LARGEST_ORCHESTRATOR_MIB = 200
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "as", "ld", "make")
 PACKAGES = '{{index .Labels "tandem.packages"}}'
 """Where an image says that its list is."""
+PIP_LIST = '{{index .Labels "tandem.pip-list"}}'
+"""The list."""
 
 SUFFIX = os.environ.get("TANDEM_CHECK_SUFFIX", "")
 TARGETS = {
@@ -66,6 +68,7 @@ def test_an_image_runs_as_nobody_and_compiles_nothing(image: str) -> None:
 @each_image
 def test_an_image_lists_its_packages(image: str) -> None:
     listed = inside(image, f"cat {podman('image', 'inspect', '--format', PACKAGES, image)}").splitlines()
+    assert podman("image", "inspect", "--format", PIP_LIST, image).split() == " ".join(listed).split()
     packages = {line.replace("+cpu", "") for line in listed if "==" in line}
     pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
     assert packages <= {line.partition(";")[0].strip() for line in pinned}

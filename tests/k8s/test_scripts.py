@@ -108,14 +108,32 @@ def test_a_deployment_is_applied_and_waited_for(tmp_path: Path, failing: str) ->
     assert (done.returncode == 0, waited) == ((True, everything) if failing == "never" else (False, everything[:2]))
 
 
+BUILDER = """
+case "$1 $4" in
+  build*) printf '%s\\n' "$@" >> {folder}/log ;;
+  create*) echo "a container of $2" ;;
+  cp*) case $2 in
+         "a container of tandem-orchestrator"*:/opt/tandem/packages.txt) tar -c -C {folder} packages.txt ;;
+         *:/opt/tandem/packages.txt) tar -c -C {folder}/other packages.txt ;;
+       esac ;;
+  rm*) ;;
+  *stand-in*) echo "Debian's own Python" ;;
+  *) case $5 in */python:*) echo 104857600 ;; *) echo 209715200 ;; esac ;;
+esac
+"""
+
+
+def builder_in(folder: Path) -> str:
+    """One that logs what is to be built, and has images with a list of packages."""
+    for place, packages in ((folder, "grpcio==1\nredis==2\n"), (folder / "other", "torch==3\n")):
+        place.mkdir(exist_ok=True)
+        (place / "packages.txt").write_text(packages)
+    return executable(folder / "builder", BUILDER.format(folder=folder))
+
+
 @pytest.mark.parametrize("suffix", ["", "-a"])
 def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path, suffix: str) -> None:
-    log = tmp_path / "log"
-    builder = executable(
-        tmp_path / "builder",
-        f'if [ "$1" = build ]; then printf "%s\\n" "$@" >> {log}; '
-        "else case $5 in */python:*) echo 104857600 ;; *) echo 209715200 ;; esac; fi",
-    )
+    log, builder = tmp_path / "log", builder_in(tmp_path)
     targets = ["orchestrator", "orchestrator-demo", "worker-cpu", "worker-cpu-demo", "worker-cuda"]
     done = subprocess.run(
         [REPOSITORY / "k8s" / "build-images.sh", *targets],
@@ -134,6 +152,11 @@ def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path,
     assert arguments[:3] == ["build", "--build-arg", "PIP_ARGS=--pre --quiet"]
     built = {arguments[at + 1] for at, word in enumerate(arguments) if word == "--tag"}
     assert f"tandem-orchestrator{suffix}:{VERSION}: 200 MiB, 100 MiB over its base" in done.stdout
+    assert "is a stand-in on this machine, Debian's own Python" in done.stderr
+    labels = {arguments[at + 3]: arguments[at + 1] for at, word in enumerate(arguments) if word == "--label"}
+    assert labels.keys() == built
+    assert labels[f"tandem-orchestrator{suffix}:{VERSION}"] == "tandem.pip-list=grpcio==1 redis==2"
+    assert labels[f"tandem-worker{suffix}:{VERSION}-cpu"] == "tandem.pip-list=torch==3"
     used = {
         container["image"].removeprefix("registry.example.com/tandem/")
         for name in OVERLAYS
@@ -141,7 +164,8 @@ def test_images_are_built_under_the_names_that_the_manifests_use(tmp_path: Path,
         if item["kind"] in ("Deployment", "StatefulSet")
         for container in item["spec"]["template"]["spec"]["containers"]
     }
-    ours = {image if image.startswith("tandem-") else f"tandem-{image}" for image in used if "/" not in image}
+    ours = {image for image in used if "/" not in image}
+    assert len(ours) == 4
     assert {image.replace(":", f"{suffix}:") for image in ours} <= built
 
 
