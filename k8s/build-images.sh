@@ -25,16 +25,18 @@ instead=$("$CONTAINER" image inspect --format '{{index .Config.Labels "tandem.st
 if [ -n "$instead" ]; then
   echo "note: $base is a stand-in on this machine, $instead; remove it (rmi $base) to build on the real one" >&2
 fi
-empty=$(mktemp -d)
-trap 'rm -rf "$empty"' EXIT
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 
 # What is in it can only be known once it is built: what the label tandem.packages names becomes the label tandem.pip-list. Nothing is run.
 label() {
   local container packages
   container=$("$CONTAINER" create "$1")
-  packages=$("$CONTAINER" cp "$container:/opt/tandem/packages.txt" - | tar -xO | tr '\n' ' ')
+  "$CONTAINER" cp "$container:/opt/tandem/packages.txt" "$scratch/packages.txt" >/dev/null
   "$CONTAINER" rm "$container" >/dev/null
-  echo "FROM $1" | "$CONTAINER" build --label "tandem.pip-list=${packages% }" --tag "$1" --file - "$empty" >/dev/null
+  packages=$(tr '\n' ' ' <"$scratch/packages.txt")
+  echo "FROM $1" >"$scratch/Dockerfile"
+  "$CONTAINER" build --label "tandem.pip-list=${packages% }" --tag "$1" "$scratch" >/dev/null
 }
 
 mib() { echo $(($("$CONTAINER" image inspect --format '{{.Size}}' "$1") / 1048576)); }

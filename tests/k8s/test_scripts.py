@@ -113,8 +113,8 @@ case "$1 $4" in
   build*) printf '%s\\n' "$@" >> {folder}/log ;;
   create*) echo "a container of $2" ;;
   cp*) case $2 in
-         "a container of tandem-orchestrator"*:/opt/tandem/packages.txt) tar -c -C {folder} packages.txt ;;
-         *:/opt/tandem/packages.txt) tar -c -C {folder}/other packages.txt ;;
+         "a container of tandem-orchestrator"*:/opt/tandem/packages.txt) cp {folder}/packages.txt "$3" ;;
+         *:/opt/tandem/packages.txt) cp {folder}/other/packages.txt "$3" ;;
        esac ;;
   rm*) ;;
   *stand-in*) echo "Debian's own Python" ;;
