@@ -60,6 +60,11 @@ class Completion:
         """Tokens that may still come."""
         return self._plan.max_tokens - self.length
 
+    def may_end_in(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens, if they come next, could end it; False is certain, and costs no text."""
+        plan = self._plan
+        return bool(plan.stop) or self.remaining <= len(token_ids) or not plan.end_token_ids.isdisjoint(token_ids)
+
     def take(self, token_ids: Sequence[int], kinds: Sequence[TokenKind]) -> list[EmittedToken]:
         """Takes the tokens of a round, up to the end of the completion if it lies among them."""
         emitted: list[EmittedToken] = []

@@ -3,6 +3,9 @@
 The commit is the only point where tokens become real, and only what the caller sees waits for it: the next round's
 proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away. It fails too where the
 request's sampling was changed since the round began: neither round counts then, and a new decoder goes on from what is committed.
+
+The next round's first item leaves as soon as the tokens are known: their text is made while it is answered. Only where they may end
+the completion, which the text may have to tell, it is made first.
 """
 
 from __future__ import annotations
@@ -46,11 +49,13 @@ class _Scored:
 
 @dataclass(slots=True)
 class _Round:
-    """What one round added to the completion."""
+    """What one round adds to the completion."""
 
-    emitted: list[EmittedToken]
+    scored: _Scored
+    outcome: Outcome
+    emitted: list[EmittedToken] | None
+    """None until the tokens have their text."""
     encoded: bytes
-    record: RoundRecorder
 
 
 class Decoder:
@@ -89,8 +94,7 @@ class Decoder:
             ahead = None if self._finished else asyncio.create_task(self._propose_and_verify())
             try:
                 await self._commit(finished_round)
-                finished_round.record.committed()
-                yield finished_round.emitted
+                yield self._committed(finished_round)
                 if ahead is None:
                     return
                 scored = await ahead
@@ -99,8 +103,7 @@ class Decoder:
                 if changed.stored.length != self._prefix.length:
                     raise
                 # It was stored before the change, by an attempt whose answer was lost.
-                finished_round.record.committed()
-                yield finished_round.emitted
+                yield self._committed(finished_round)
                 if ahead is not None:
                     raise
                 return
@@ -117,9 +120,14 @@ class Decoder:
     def _finished(self) -> bool:
         return self._completion.finish_reason is not None
 
+    @property
+    def _remaining(self) -> int:
+        """Tokens that may still come after those of the prefix, of which the completion may not have the last ones yet."""
+        return self._plan.max_tokens - (self._prefix.length - self._plan.prompt_tokens)
+
     async def _propose_and_verify(self) -> _Scored:
         # One token comes from the target's own row, so a block longer than the rest is work for nothing.
-        choice = self._gamma.choose(self._completion.remaining - 1, self._drafting.limit)
+        choice = self._gamma.choose(self._remaining - 1, self._drafting.limit)
         record = self._recorder.begin_round(self._epoch)
         record.chosen(choice)
         began = perf_counter()
@@ -152,16 +160,22 @@ class Decoder:
         outcome = before_dead_end(accept(block.drafted, scored.rows, pairs, block.look_ahead), scored.rows)
         if bool(block.drafted) == bool(scored.choice.gamma):
             self._gamma.observe(outcome.expected_acceptance, scored.times)
-        emitted = self._completion.take(outcome.token_ids, outcome.kinds)
-        if self._plan.sampling.logprobs:
-            emitted = with_logprobs(emitted, block, scored.rows)
-        self._log(record.accepted(block, outcome, emitted))
-        encoded = wire.encode_ids([token.token_id for token in emitted])
+        token_ids, emitted = outcome.token_ids, None
+        if self._completion.may_end_in(token_ids):
+            emitted = self._take(scored, outcome)
+            token_ids = token_ids[: len(emitted)]
+        self._log(record.accepted(block, outcome, len(token_ids)))
+        encoded = wire.encode_ids(token_ids)
         self._drafting.settle(length, outcome.accepted)
         self._scoring.settle(length, outcome.accepted)
         self._prefix.append(encoded)
         self._epoch += 1
-        return _Round(emitted, encoded, record)
+        return _Round(scored, outcome, emitted, encoded)
+
+    def _take(self, scored: _Scored, outcome: Outcome) -> list[EmittedToken]:
+        """What the completion takes of the outcome, with its text."""
+        emitted = self._completion.take(outcome.token_ids, outcome.kinds)
+        return with_logprobs(emitted, scored.block, scored.rows) if self._plan.sampling.logprobs else emitted
 
     def _log(self, report: RoundReport) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -179,9 +193,15 @@ class Decoder:
 
     async def _commit(self, finished_round: _Round) -> None:
         length = self._prefix.length - len(finished_round.encoded) // wire.TOKEN_BYTES
-        await self._store.commit(
-            self._ownership, self._epoch - 1, length, finished_round.encoded, finished_round.record.recommitting
-        )
+        recommitting = finished_round.scored.record.recommitting
+        await self._store.commit(self._ownership, self._epoch - 1, length, finished_round.encoded, recommitting)
+
+    def _committed(self, finished_round: _Round) -> list[EmittedToken]:
+        """The tokens, which are real now."""
+        finished_round.scored.record.committed()
+        if finished_round.emitted is not None:
+            return finished_round.emitted
+        return self._take(finished_round.scored, finished_round.outcome)
 
 
 async def _ended(ahead: asyncio.Task[_Scored] | None) -> None:

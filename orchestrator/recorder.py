@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.acceptance import Outcome
 from tandem.tracing import Tracing
 
-from .completion import EmittedToken, FinishReason
+from .completion import FinishReason
 from .metrics import Metrics, RoundReport
 from .request import GenerationPlan
 from .statistics import RoundStatistics
@@ -261,17 +261,16 @@ class RoundRecorder:
         if self._trace is not None:
             self._trace.accept_began()
 
-    def accepted(self, block: Block, outcome: Outcome, emitted: Sequence[EmittedToken]) -> RoundReport:
-        """The rule was applied, and the completion took this much of what it gave."""
+    def accepted(self, block: Block, outcome: Outcome, count: int) -> RoundReport:
+        """The rule was applied, and the completion takes the first `count` of the tokens that it gave."""
         # What lies past the completion's end was never tried, as far as anyone can see.
-        count = len(emitted)
         drafted = len(block.drafted) if count == len(outcome.token_ids) else min(len(block.drafted), count)
         self._expected = outcome.expected_acceptance[:drafted]
         report = RoundReport(
             drafted=drafted,
             accepted=min(outcome.accepted, count),
             emitted=count,
-            last_kind=emitted[-1].kind,
+            last_kind=outcome.kinds[count - 1],
             expected_accepted=sum(self._expected, 0.0),
             degraded_reason=self._degraded_reason,
         )

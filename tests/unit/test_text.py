@@ -245,7 +245,10 @@ def _complete(plan: GenerationPlan, text: str, block: int) -> tuple[str, str, Fi
     emitted = []
     for start in range(0, len(text), block):
         ids = [ord(letter) for letter in text[start : start + block]]
-        emitted += completion.take(ids, [TokenKind.ACCEPTED] * len(ids))
+        goes_on = not completion.may_end_in(ids)
+        taken = completion.take(ids, [TokenKind.ACCEPTED] * len(ids))
+        emitted += taken
+        assert not goes_on or (len(taken) == len(ids) and completion.finish_reason is None)
         if completion.finish_reason is not None:
             break
     return _letters([t.token_id for t in emitted]), "".join(t.text for t in emitted), completion.finish_reason
@@ -270,6 +273,16 @@ def test_the_first_end_wins_wherever_the_blocks_lie(
     block: int, changes: dict[str, object], expected: tuple[str, str, FinishReason]
 ) -> None:
     assert _complete(_plan(**changes), "abcdefghij", block) == expected
+
+
+def test_tokens_that_end_nothing_are_known_without_their_text() -> None:
+    completion = Completion(_plan(max_tokens=4, end_token_ids=frozenset({ord("d")})), _letters)
+    assert not completion.may_end_in([ord("a")] * 3)
+    assert completion.may_end_in([ord("a")] * 4)
+    assert completion.may_end_in([ord("d")])
+    completion.take([ord("a")], [TokenKind.ACCEPTED])
+    assert completion.may_end_in([ord("a")] * 3)
+    assert Completion(_plan(stop=("xyz",)), _letters).may_end_in([ord("a")])
 
 
 def test_one_bos_at_most() -> None:
