@@ -177,5 +177,7 @@ def _orchestrator(name: str, listen: str, draft: str, target: str, tokenizer: Pa
         "TANDEM_REDIS_URL": redis_url,
         # A slow machine must not turn a round of speculation into a plain one.
         "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
+        # Sampled, a whole block that stands is of use to a draft that works ahead only if its next token was tested too.
+        "TANDEM_LOOK_AHEAD": str(name == "eager").lower(),
     }
     return Planned(f"orchestrator-{name}", "orchestrator", environment, listen)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draft_service.ahead_gain import AheadGain
 from tandem.acceptance import Drafted
 from tandem.engine.feed import Feed
 from tandem.engine.idle import AheadStats
@@ -54,6 +55,8 @@ _LEAST_CHANCE = 0.02
 _LEAST_ACCEPTANCE = 0.5
 """Taken for a token that the draft itself finds less likely: a greedy target agrees more often than that, and a sampled
 token is accepted by p/q, which doesn't fall with q."""
+_ORDINARY_TOKENS = 4
+"""Most tokens that are read before the block in a round like any other."""
 _FAILURES = 3
 """After so many failed forwards there is no more drafting ahead."""
 
@@ -101,6 +104,7 @@ class _Row:
         """When the guess was made, in seconds of the clock."""
         self.chain = False
         self.wanted = 0
+        self.stop_below = 0.0
         self.drafted: list[Drafted] = []
         self.reaches: list[float] = []
         """For each of them the chance that it and those before it stand, by the draft's own confidence."""
@@ -116,10 +120,17 @@ class _Row:
 class DraftAhead:
     """The guesses of all requests. Called by the step thread only."""
 
-    def __init__(self, rows: int, vocabulary_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`rows` is the budget: guesses at a time, of all requests together."""
+    def __init__(
+        self,
+        rows: int,
+        vocabulary_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        gain: AheadGain | None = None,
+    ) -> None:
+        """`rows` is the budget: guesses at a time, of all requests together. `gain` says when not to guess; None: always do."""
         self.slots = rows
         self._clock = clock
+        self._gain = gain
         self.stats = AheadStats()
         self._vocabulary_size = vocabulary_size
         self._work: SlotWork | None = None
@@ -136,6 +147,11 @@ class DraftAhead:
     def draws_with(self, draw: Draw, stop: EarlyStop) -> None:
         """The drafter's: how a token is drawn from logits, and when a block has enough of them."""
         self._draw, self._stop = draw, stop
+
+    @property
+    def working(self) -> bool:
+        """Whether it pays at present, as far as that is looked at."""
+        return self._gain is None or self._gain.working
 
     # What the drafter tells.
 
@@ -205,11 +221,18 @@ class DraftAhead:
 
     def answered(self, job: ProposeJob) -> None:
         """The block is on its way to the target."""
-        if job.drafted and len(job.outlooks) == len(job.drafted):
+        if self._gain is not None:
+            ordinary = not job.from_ngram and job.work.prefill_tokens <= _ORDINARY_TOKENS
+            self._gain.answered(job.session, job.proposed_block, ordinary=ordinary)
+            self.stats.pauses, self.stats.paused = self._gain.pauses, not self._gain.preferred
+            self.stats.round_ratio = self._gain.ratio
+        if self.working and job.drafted and len(job.outlooks) == len(job.drafted):
             self._answered[job.session] = job
 
     def ended(self, session: Session) -> None:
         """The request is over."""
+        if self._gain is not None:
+            self._gain.ended(session)
         self._answered.pop(session, None)
         for row in self._rows:
             if row.owner is session:
@@ -319,6 +342,7 @@ class DraftAhead:
         row.base = 0 if own else row.tokens.length
         row.chain = guess.accepted == job.proposed_block and (own or guess.token_id == job.drafted[-1].token_id)
         row.chance, row.wanted, row.sampling, row.active = guess.chance, wanted, job.sampling, True
+        row.stop_below = job.stop_below
         row.since = self._clock()
 
     def _fill(self, row: _Row, session: Session, token_ids: IdArray, shared: int) -> None:
@@ -344,8 +368,8 @@ class DraftAhead:
             [Feed(row.slot, row.cached, row.tokens.view(row.cached, row.tokens.length), rows=1) for row in rows]
         )
         before = [(row.sampling, row.tokens.view(0, row.tokens.length)) for row in rows if row.sampling is not None]
-        drawn, outlooks = self._draw(logits, before), self.outlooks(logits, before)
-        confidences = self._stop.confidences(logits, before)
+        confident = [index for index, (params, _) in enumerate(before) if self._stop.concerns(params)]
+        (drawn, confidences), outlooks = self._draw(logits, before, confident), self.outlooks(logits, before)
         self.stats.forwards += 1
         for index, (row, drafted) in enumerate(zip(rows, drawn, strict=True)):
             row.cached = row.tokens.length
@@ -353,7 +377,7 @@ class DraftAhead:
             if row.base:
                 row.drafted.append(drafted)
                 row.reaches.append(confidences[index] * (row.reaches[-1] if row.reaches else 1.0))
-                if row.sampling is not None and self._stop.ends(row.sampling, row.reaches[-1]):
+                if row.sampling is not None and self._stop.ends(row.sampling, row.reaches[-1], row.stop_below):
                     row.wanted = len(row.drafted)
                 row.outlooks.append(outlooks[index])
                 self.stats.tokens += 1

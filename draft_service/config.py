@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.config import ConfigError, choice, setting, share, whole_number
+from tandem.config import ConfigError, choice, flag, setting, share, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -49,12 +49,18 @@ class DraftConfig(WorkerSettings):
         most=256,
         help="likely outcomes of a verification that are drafted for at a time while it runs; 0: none",
     )
+    ahead_measured: bool = flag(
+        "TANDEM_DRAFT_AHEAD_MEASURED",
+        True,
+        help="leave drafting ahead while rounds turn out longer with it, as where draft and target share processors",
+    )
 
     stop_below: float = share(
         "TANDEM_DRAFT_STOP_BELOW",
         0.0,
         help="end a greedy or COUPLED request's block early once the chance that all of it stands, by the draft's own "
-        "confidence, is below this; 0: never",
+        "confidence, is below this; of a request with an adaptive gamma below what a token costs it, by the orchestrator's "
+        "figures; 0: never",
     )
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from tandem.wire import IdArray
 class ProposeJob(Job):
     """A block under way."""
 
-    __slots__ = ("drafted", "from_ngram", "outlooks", "reach", "wanted")
+    __slots__ = ("drafted", "from_ngram", "outlooks", "reach", "stop_below", "wanted")
 
     def __init__(self, cache_epoch: int, block: int, wanted: int) -> None:
         super().__init__(cache_epoch, block, rows=1)
@@ -36,6 +36,8 @@ class ProposeJob(Job):
         self.drafted: list[Drafted] = []
         self.reach = 1.0
         """The chance, by the draft's own confidence, that all of that stands."""
+        self.stop_below = 0.0
+        """The chance below which that is enough."""
         self.outlooks: list[torch.Tensor] = []
         """What else was likely where each was drawn, [2, candidates], where it is of use for drafting ahead."""
 
@@ -61,14 +63,21 @@ class ProposeJob(Job):
         block = item.num_speculative_tokens
         if not 1 <= block <= max_speculative_tokens:
             raise invalid("num_speculative_tokens", f"{block}, expected 1 to {max_speculative_tokens}")
-        return cls(item.cache_epoch, block, block + item.look_ahead)
+        if not 0.0 <= item.stop_below <= 1.0:
+            raise invalid("stop_below", f"{item.stop_below}, expected 0 to 1")
+        job = cls(item.cache_epoch, block, block + item.look_ahead)
+        job.stop_below = item.stop_below
+        return job
 
 
 class Draw(Protocol):
     """Draws one token for each row of logits."""
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
-        """`rows`: parameters, and all tokens before the one to draw."""
+    def __call__(
+        self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]], confident: Sequence[int]
+    ) -> tuple[list[Drafted], list[float]]:
+        """`rows`: parameters, and all tokens before the one to draw; `confident`: the rows whose confidence is wanted. Returns
+        the tokens and the confidences, 1.0 where none was asked for."""
 
 
 class Drafter(Method[draft_pb2.ProposeItem, ProposeJob], Protocol):
@@ -90,7 +99,7 @@ class ModelDrafter:
     ) -> None:
         """`stop_below`: see EarlyStop."""
         self._vocabulary_size = vocabulary_size
-        self._stop = EarlyStop(stop_below, vocabulary_size)
+        self._stop = EarlyStop(stop_below)
         self._stats = stats or DraftStats()
         self._ahead = ahead
         if ahead is not None:
@@ -100,7 +109,9 @@ class ModelDrafter:
 
     def admit(self, item: draft_pb2.ProposeItem) -> ProposeJob:
         """Checks the size of the block; raises ItemFault INVALID_ARGUMENT."""
-        return ProposeJob.of(item, self._vocabulary_size, self._max_speculative_tokens)
+        job = ProposeJob.of(item, self._vocabulary_size, self._max_speculative_tokens)
+        job.stop_below = self._stop.threshold(job.stop_below)
+        return job
 
     def begin(self, job: ProposeJob) -> None:
         """The first step runs the prefix alone, unless what follows it was drafted ahead."""
@@ -119,10 +130,9 @@ class ModelDrafter:
     def consume(self, jobs: Sequence[ProposeJob], logits: torch.Tensor) -> None:
         """Draws one token for each job; it is run in the next step, but for the last one of the block."""
         rows = [(job.sampling, job.session.tokens.view(0, job.session.tokens.length)) for job in jobs]
-        drawn, confidences = self._draw(logits, rows), [1.0] * len(jobs)
-        if any(len(job.drafted) + 1 < job.wanted for job in jobs):  # else all blocks are whole with this token
-            confidences = self._stop.confidences(logits, rows)
-        if self._ahead is not None and len(jobs) <= self._ahead.slots:
+        unfinished = [index for index, job in enumerate(jobs) if self._may_end_early(job)]
+        drawn, confidences = self._draw(logits, rows, unfinished)
+        if self._ahead is not None and self._ahead.working and len(jobs) <= self._ahead.slots:
             for job, outlook in zip(jobs, self._ahead.outlooks(logits, rows), strict=True):
                 job.outlooks.append(outlook)
         for job, drafted, confidence in zip(jobs, drawn, confidences, strict=True):
@@ -131,22 +141,29 @@ class ModelDrafter:
             job.reach *= confidence
             self._end(job)
 
+    def _may_end_early(self, job: ProposeJob) -> bool:
+        """Whether the token that is drawn now could be the last one, though more are wanted."""
+        return len(job.drafted) + 1 < job.wanted and self._stop.concerns(job.sampling)
+
     def _end(self, job: ProposeJob) -> None:
         """Sets the result where nothing more is to be drafted."""
         complete = len(job.drafted) == job.wanted
-        if complete or self._stop.ends(job.sampling, job.reach):
+        if complete or self._stop.ends(job.sampling, job.reach, job.stop_below):
             job.result = job.drafted
             self._stats.stopped_blocks += len(job.drafted) < job.block  # one that lacks the look-ahead alone is whole
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[Drafted]:
-        """One token for each row of logits, given its parameters and all tokens before it."""
-        return sampling.draft_tokens(
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]], confident: Sequence[int]
+    ) -> tuple[list[Drafted], list[float]]:
+        """One token for each row of logits, given its parameters and all tokens before it; and confidences, see Draw."""
+        return sampling.draft_tokens_and_confidences(
             logits,
             [params for params, _ in rows],
             [before.size for _, before in rows],
             self._vocabulary_size,
             self._support_size,
             [before if params.reads_context else None for params, before in rows],
+            confident,
         )
 
     def check(self, job: ProposeJob) -> None:
@@ -154,7 +171,7 @@ class ModelDrafter:
         session = job.session
         require(session.cached_length == session.prefix_length + len(job.drafted) - 1, "the last token is not run")
         whole = len(job.drafted) == job.wanted
-        ended = 1 <= len(job.drafted) < job.wanted and self._stop.ends(job.sampling, job.reach)
+        ended = 1 <= len(job.drafted) < job.wanted and self._stop.ends(job.sampling, job.reach, job.stop_below)
         require(whole or ended, "the block is whole")
         for drafted in job.drafted:
             check_drafted(drafted.token_id, drafted.support_ids, drafted.q, self._vocabulary_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from draft_service.ahead import DraftAhead
+from draft_service.ahead_gain import AheadGain
 from draft_service.catch_up import CatchUp
 from draft_service.combined import CombinedDrafter
 from draft_service.config import BOTH, NGRAM, DraftConfig
@@ -25,7 +26,8 @@ def prepare(settings: DraftConfig) -> Prepared:
 
 def _model(settings: DraftConfig) -> Prepared:
     model = loading.load(settings.model_options())
-    ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size) if settings.ahead_rows else None
+    gain = AheadGain() if settings.ahead_measured else None
+    ahead = DraftAhead(settings.ahead_rows, model.vocabulary_size, gain=gain) if settings.ahead_rows else None
     stats = DraftStats()
     drafter = ModelDrafter(
         model.vocabulary_size,

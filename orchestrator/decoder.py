@@ -132,7 +132,7 @@ class Decoder:
         record.chosen(choice)
         began = perf_counter()
         longest = self._plan.num_speculative_tokens
-        block = await self._drafting.propose(self._prefix, self._epoch, choice.gamma, longest, record)
+        block = await self._drafting.propose(self._prefix, self._epoch, choice, longest, record)
         proposed = perf_counter()
         if block is DECLINED:
             record.declined()
@@ -150,6 +150,7 @@ class Decoder:
             verify_seconds if scoring.ordinary else None,
             drafting.worker_time,
             scoring.worker_time,
+            drafting.asked,
         )
 
     def _accept(self, scored: _Scored) -> _Round:

@@ -18,6 +18,7 @@ from tandem.acceptance import DraftContractError, Drafted, check_block, check_dr
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .block_limit import BlockLimit
+from .gamma_controller import Choice
 from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
@@ -110,6 +111,7 @@ class Drafting:
         self._sampling = sampling
         self._policy = policy
         self._longest = 0
+        self._stop_below = 0.0
         self._vocabulary_size = vocabulary_size
         self._cache_salt = cache_salt
         self._pool = pool
@@ -128,6 +130,8 @@ class Drafting:
         self._standing: _Degraded | None = None
         self.ordinary = False
         """Whether the draft had no more to read for its last block than it has in any round."""
+        self.asked = 0
+        """Tokens that the draft was asked for in this round."""
         self.worker_time: WorkerTime | None = None
         """What the draft says that its last block took."""
 
@@ -136,9 +140,10 @@ class Drafting:
         """The most tokens that the draft is asked for at present, since it was late; None where that is whatever is wanted."""
         return self._limit.tokens if self._limited is self._session.replica else None
 
-    async def propose(self, prefix: Prefix, epoch: int, gamma: int, longest: int, record: RoundRecorder) -> Block:
+    async def propose(self, prefix: Prefix, epoch: int, choice: Choice, longest: int, record: RoundRecorder) -> Block:
         """Up to gamma tokens that continue the prefix, where other rounds may want `longest`; never raises for a fault of the draft."""
-        self.ordinary, self._longest = False, longest
+        gamma = choice.gamma
+        self.ordinary, self.asked, self._longest, self._stop_below = False, 0, longest, choice.stop_below
         if gamma == 0:
             return PLAIN
         try:
@@ -298,8 +303,9 @@ class Drafting:
             look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
             traceparent=record.traceparent,
             cache_salt="" if opened else self._cache_salt,
+            stop_below=self._stop_below,
         )
-        self._asked_at = time.monotonic()
+        self.asked, self._asked_at = gamma, time.monotonic()
         try:
             proposal = await replica.submit(item, self._policy.timeout)
         except AnswerLate as late:

@@ -5,6 +5,10 @@ from this request's acceptance by position, the exact sum min(p, q) of each posi
 it saw as a prior; times from `round_costs`. It changes its mind only for a clear gain. A request that does best without
 a block tries one now and then, at intervals that grow while it disappoints.
 
+Where the draft ends blocks early, gamma is the most of a block. A position that was not proposed says nothing of its
+acceptance; how often blocks go on to it is learnt beside that, and both tokens and time are those of the blocks that
+come. The choice also says what chance of standing makes one more token worth its time, for the draft to end blocks by.
+
 Exactness does not depend on any of this: a choice uses only rounds whose tokens are already decided, so the block's
 length is a function of what precedes it, of times and of other requests, but never of the randomness of the positions
 it covers. Whatever the length, each token then has the target's distribution given what precedes it.
@@ -16,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cost_model import expected_tokens
-
 from .round_costs import RoundCosts, RoundTimes
 from .speed_estimate import SpeedEstimate
 
@@ -27,11 +29,16 @@ _POOL_FADE = 0.98
 _SHY_FADE = 0.85
 """The same while the request drafts only now and then: there each trial has to count."""
 _PRIOR_WEIGHT = 5.0
-"""Observations that the prior stands for."""
+"""Observations that a prior stands for."""
+_PRIOR_WEIGHT_GRADED = 2.5
+"""The same of a request whose observations are probabilities, not whether a token stood: each says more."""
 _FIRST_GUESS = 0.6
 """Acceptance before anything was ever accepted."""
 _PRIOR_MEMORY = 400.0
 """Observations of a position that the prior remembers."""
+_REQUEST_WEIGHT = 8.0
+"""Observations of a position that one request adds to the prior at most: else those that draft much, since their tokens are
+accepted, would make it, and those that soon stopped have no say."""
 _CLEAR_GAIN = 1.03
 _FIRST_BLOCK = 3
 """The block of a round before costs are known."""
@@ -42,8 +49,9 @@ _FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 48
 """Rounds between the trials of a request that drafts nothing."""
 _PLAIN_INTERVAL = 64
 """Rounds of all requests together after which one goes without a block, to know what that costs today."""
-_TRIAL_BUDGET = 0.01
-"""Share of its time that a request spends on trials, as far as they cost more than they bring."""
+_TRIAL_BUDGET = 0.0125
+"""Share of its time, what is still to come included, that a request spends on trials, as far as they cost more than they
+bring. A long request can afford one at its beginning, when it gains most by what it learns."""
 _PROMISING = 0.3
 """Accepted tokens beyond what was foreseen that make a trial worth another one soon."""
 _HIGHEST = 0.995
@@ -58,6 +66,9 @@ class Choice:
     """One of REASONS."""
     speedup: float
     """Expected tokens a second over those of plain decoding at this moment; 0 where that is not known."""
+    stop_below: float = 0.0
+    """A block is long enough once its chance to stand as a whole is below this: what comes after it is not worth its
+    time. 0 where that is not known."""
 
 
 REASONS = ("fixed", "best", "trial", "unknown_cost")
@@ -108,9 +119,12 @@ class AcceptancePrior:
             if position == len(self._sums):
                 self._sums.append(0.0)
                 self._weights.append(0.0)
-            weight = self._weights[position] + count
-            keep = min(1.0, _PRIOR_MEMORY / weight) if weight else 1.0
-            self._sums[position] = keep * (self._sums[position] + total)
+            if not count:
+                continue
+            share = min(1.0, _REQUEST_WEIGHT / count)
+            weight = self._weights[position] + share * count
+            keep = min(1.0, _PRIOR_MEMORY / weight)
+            self._sums[position] = keep * (self._sums[position] + share * total)
             self._weights[position] = keep * weight
 
     def by_position(self, count: int) -> list[float]:
@@ -134,25 +148,30 @@ class Acceptance:
         self._weights = [0.0] * longest
         self._totals = [0.0] * longest
         self._counts = [0.0] * longest
-        # How this request compares with the prior, over all positions together.
-        self._seen = self._foreseen = _PRIOR_WEIGHT * (self._expected[0] if longest else _FIRST_GUESS)
+        self._weight = _PRIOR_WEIGHT
+        # Over all positions together.
+        self._seen = self._reached = 0.0
 
     def add(self, acceptance: Sequence[float], *, shy: bool) -> None:
         """One more round."""
         fade, pool_fade = (_SHY_FADE, _SHY_FADE) if shy else (_FADE, _POOL_FADE)
         for position, value in enumerate(acceptance):
+            if 0.0 < value < 1.0:
+                self._weight = _PRIOR_WEIGHT_GRADED
             self._sums[position] = fade * self._sums[position] + value
             self._weights[position] = fade * self._weights[position] + 1.0
             self._totals[position] += value
             self._counts[position] += 1.0
             self._seen = pool_fade * self._seen + value
-            self._foreseen = pool_fade * self._foreseen + self._expected[position]
+            self._reached = pool_fade * self._reached + 1.0
 
     def by_position(self, count: int) -> list[float]:
-        """What to expect of the first `count` positions."""
-        likeness = self._seen / self._foreseen
+        """What to expect of the first `count` positions: each is drawn towards the request's mean, as far as it was seen rarely,
+        and that towards the prior. Not towards the prior's later positions times how the request compares with it: to these
+        mostly better requests have got."""
+        seen, prior, of_all = self._seen, self._weight, self._reached + self._weight
         return [
-            min(_HIGHEST, (total + _PRIOR_WEIGHT * min(_HIGHEST, likeness * expected)) / (weight + _PRIOR_WEIGHT))
+            min(_HIGHEST, (total + prior * (seen + prior * expected) / of_all) / (weight + prior))
             for total, weight, expected in zip(
                 self._sums[:count], self._weights[:count], self._expected[:count], strict=True
             )
@@ -163,6 +182,43 @@ class Acceptance:
         self._prior.add(self._totals, self._counts)
 
 
+class Persistence:
+    """How often a request's blocks go on to a position, where the draft ends blocks early: once the position before it is
+    drafted, and once that is accepted. Always, as long as no block ended early."""
+
+    def __init__(self, longest: int) -> None:
+        self._stops = False
+        self._went_on = [[_PRIOR_WEIGHT] * longest, [_PRIOR_WEIGHT] * longest]
+        self._could = [[_PRIOR_WEIGHT] * longest, [_PRIOR_WEIGHT] * longest]
+
+    def add(self, acceptance: Sequence[float], block: int, asked: int) -> None:
+        """A block of `block` tokens where `asked` were asked for, and the acceptance of the positions that were reached."""
+        self._stops = self._stops or block < asked
+        if not self._stops:
+            return
+        whole = acceptance[-1] if len(acceptance) == block else 0.0
+        for position in range(1, min(block + 1, asked, len(self._could[0]))):
+            went_on = float(position < block)
+            for index, weight in ((0, 1.0), (1, went_on if position < len(acceptance) else whole * (1.0 - went_on))):
+                keep = 1.0 - weight * (1.0 - _FADE)
+                self._went_on[index][position] = keep * self._went_on[index][position] + weight * went_on
+                self._could[index][position] = keep * self._could[index][position] + weight
+
+    def blocks(self, acceptance: Sequence[float], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Expected tokens and seconds of rounds whose blocks have at most 0, 1, ... tokens, given the acceptance by position and
+        the seconds of whole blocks."""
+        tokens, times = [1.0], [seconds[0]]
+        reached = drafted = 1.0
+        for position, probability in enumerate(acceptance):
+            reached *= probability
+            if self._stops:
+                drafted *= self._went_on[0][position] / self._could[0][position]
+                reached *= self._went_on[1][position] / self._could[1][position]
+            tokens.append(tokens[-1] + reached)
+            times.append(times[-1] + drafted * (seconds[position + 1] - seconds[position]))
+        return tokens, times
+
+
 class AdaptiveGamma:
     """Chooses gamma for one request."""
 
@@ -170,12 +226,15 @@ class AdaptiveGamma:
         self._costs = costs
         self._speed = speed
         self._acceptance = Acceptance(prior, longest)
+        self._persistence = Persistence(longest)
         self._longest = longest
         self._gamma = min(_FIRST_BLOCK, longest)
         self._interval = _FIRST_INTERVAL
-        self._since_trial = 0
+        self._since_trial = _FIRST_INTERVAL
+        self._rounds = 0
+        self._trials_lost = 0.0
+        """Seconds that trials were expected to cost beyond what they bring."""
         self._trial_expected: float | None = None
-        self._promising = False
 
     def choose(self, room: int, limit: int | None = None) -> Choice:
         """Looks at a few block sizes around the last one, of those that are not cut. One that was best before it would be is
@@ -192,29 +251,30 @@ class AdaptiveGamma:
         # Not further than a step or two from here: what lies beyond is the least known, and looking costs time.
         longest = min(longest, max(self._gamma, _LONGEST_TRIAL) + _STEP)
         acceptance = self._acceptance.by_position(longest)
-        seconds = self._costs.round_seconds(longest)
-        rates = _rates(acceptance, seconds)
+        tokens, seconds = self._persistence.blocks(acceptance, self._costs.round_seconds(longest))
+        rates = _rates(tokens, seconds)
         self._settle(rates, cut=cut)
         gamma = min(self._gamma, wanted)
         speedup = rates[min(gamma, longest)] / rates[0]
         if gamma == 0:
-            return self._perhaps_a_trial(acceptance, seconds, rates)
+            return self._perhaps_a_trial(tokens, seconds, rates, room)
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
-        return Choice(gamma, "best", speedup)
+        return Choice(gamma, "best", speedup, self._worth(rates, acceptance))
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round."""
+        self._rounds += 1
         self._costs.observe(times)
         self._speed.observe(acceptance, times.block)
         if not acceptance:
             return
         self._acceptance.add(acceptance, shy=self._gamma == 0)
+        self._persistence.add(acceptance, times.block, times.block if times.asked is None else times.asked)
         if self._trial_expected is not None:
             # Better than foreseen: look again soon, it may have changed for good.
             promising = sum(acceptance) > self._trial_expected + _PROMISING
             self._interval = _FIRST_INTERVAL // 2 if promising else min(2 * self._interval, _LONGEST_INTERVAL)
-            self._promising = promising
 
     def finish(self) -> None:
         """Hands on what was learnt."""
@@ -231,17 +291,26 @@ class AdaptiveGamma:
                 self._interval, self._since_trial = _FIRST_INTERVAL, 0
             self._gamma = best
 
-    def _perhaps_a_trial(self, acceptance: list[float], seconds: list[float], rates: list[float]) -> Choice:
+    def _worth(self, rates: list[float], acceptance: list[float]) -> float:
+        """The chance to stand of what is drafted, below which the next token brings less for its time than rounds do on the
+        average: for long the best time to end a renewal's cycle."""
+        whole = self._costs.round_seconds(len(acceptance))
+        token = (whole[-1] - whole[1]) / (len(whole) - 2) if len(whole) > 2 else whole[-1] - whole[0]
+        likely = sum(acceptance) / len(acceptance)
+        return min(1.0, max(rates) * token / likely) if likely > 0.0 else 1.0
+
+    def _perhaps_a_trial(self, tokens: list[float], seconds: list[float], rates: list[float], room: int) -> Choice:
         self._since_trial += 1
         if self._since_trial < self._interval or len(rates) < 2:
             return Choice(0, "best", 1.0)
         candidates = range(1, min(len(rates) - 1, _LONGEST_TRIAL) + 1)
         trial = max(candidates, key=rates.__getitem__)
         lost = seconds[trial] * (1.0 - rates[trial] / rates[0])
-        if not self._promising and lost > _TRIAL_BUDGET * self._since_trial * seconds[0]:
+        if self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) * seconds[0]:
             return Choice(0, "best", 1.0)
         self._since_trial = 0
-        self._trial_expected = expected_tokens(acceptance[:trial]) - 1.0
+        self._trials_lost += max(0.0, lost)
+        self._trial_expected = tokens[trial] - 1.0
         return Choice(trial, "trial", rates[trial] / rates[0])
 
     def _plain_is_stale(self) -> bool:
@@ -249,12 +318,6 @@ class AdaptiveGamma:
         return last is None or self._costs.rounds - last >= _PLAIN_INTERVAL
 
 
-def _rates(acceptance: list[float], seconds: list[float]) -> list[float]:
+def _rates(tokens: list[float], seconds: list[float]) -> list[float]:
     """Expected tokens a second for each block size."""
-    tokens = reached = 1.0
-    rates = [tokens / seconds[0] if seconds[0] > 0.0 else 1.0]
-    for probability, duration in zip(acceptance, seconds[1:], strict=True):
-        reached *= probability
-        tokens += reached
-        rates.append(tokens / duration if duration > 0.0 else 1.0)
-    return rates
+    return [count / duration if duration > 0.0 else 1.0 for count, duration in zip(tokens, seconds, strict=True)]

@@ -63,22 +63,26 @@ class RoundTimes:
     draft: WorkerTime | None
     """None where the draft doesn't say."""
     target: WorkerTime | None
+    asked: int | None = None
+    """Tokens that the draft was asked for, where that may be more than the block has; None: as many as it has."""
 
 
 class FadingMean:
     """A mean in which old observations fade."""
 
-    __slots__ = ("count", "value")
+    __slots__ = ("_bounded", "count", "value")
 
-    def __init__(self, value: float = 0.0) -> None:
+    def __init__(self, value: float = 0.0, *, bounded: bool = True) -> None:
+        """`bounded`: an observation is cut to a bounded multiple of the mean, and so is no stall a trend."""
         self.value = value
         self.count = 0
+        self._bounded = bounded
 
     def add(self, observed: float) -> None:
-        """One more, cut to a bounded multiple of the mean."""
+        """One more."""
         self.count += 1
         if self.count > _FIRST:
-            if self.value > 0.0:
+            if self._bounded and self.value > 0.0:
                 observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
             self.value += (1.0 - _KEEP) * (observed - self.value)
         else:
@@ -143,10 +147,12 @@ class RoundCosts:
         self._target = ForwardCurve()
         self._draft_batch = FadingMean(1.0)
         self._target_batch = FadingMean(1.0)
-        # How the waits compare with the work: wire and queue, and for the draft what it did ahead of time.
-        self._draft_wait = FadingMean(1.0)
+        # How the waits compare with the work: queues, and for the draft what it did ahead of time.
+        self._draft_wait = FadingMean(1.0, bounded=False)
         self._target_wait = FadingMean(1.0)
-        self._overhead = FadingMean()
+        # What a round waits beyond the work whatever the size of its block: wire and bookkeeping.
+        self._draft_overhead = FadingMean()
+        self._target_overhead = FadingMean()
 
     @property
     def draft_known(self) -> bool:
@@ -173,9 +179,10 @@ class RoundCosts:
         step = self._draft_wait.value * self._draft.seconds(self._draft_batch.value)
         batch = self._target_batch.value
         factor = self._target_wait.value if batch > _TOGETHER else 1.0
-        overhead = self._overhead.value
+        crossing, overhead = self._draft_overhead.value, self._target_overhead.value
         return [
-            block * step + factor * self._target.seconds(batch * (block + 1)) + overhead for block in range(longest + 1)
+            (crossing + block * step if block else 0.0) + factor * self._target.seconds(batch * (block + 1)) + overhead
+            for block in range(longest + 1)
         ]
 
     def _observe_draft(self, block: int, waited: float, draft: WorkerTime | None) -> None:
@@ -185,8 +192,13 @@ class RoundCosts:
             self._draft_batch.add(draft.items / draft.forwards)
             self._draft.add(draft.tokens / draft.forwards, draft.seconds / draft.forwards)
         work = block * self._draft.seconds(self._draft_batch.value)
+        if self._draft_batch.value < _TOGETHER:
+            self._draft_overhead.add(max(0.0, waited - draft.seconds))
+            mine = draft.seconds  # nothing of what was drafted ahead
+        else:
+            mine = max(0.0, waited - self._draft_overhead.value)
         if work > 0.0:
-            self._draft_wait.add(waited / work)
+            self._draft_wait.add(min(mine / work, _MOST_TIMES))
 
     def _observe_target(self, rows: int, waited: float, target: WorkerTime | None) -> None:
         if target is None:
@@ -196,9 +208,9 @@ class RoundCosts:
         self._target_batch.add(target.items)
         self._target.add(target.tokens, target.seconds)
         if target.items < _TOGETHER:
-            self._overhead.add(max(0.0, waited - target.seconds))
+            self._target_overhead.add(max(0.0, waited - target.seconds))
         elif target.seconds > 0.0:
-            self._target_wait.add(max(1.0, (waited - self._overhead.value) / target.seconds))
+            self._target_wait.add(max(1.0, (waited - self._target_overhead.value) / target.seconds))
 
 
 def _cell(tokens: float) -> float:

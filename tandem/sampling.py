@@ -157,13 +157,27 @@ def draft_tokens(
     q is the processed distribution, cut to its `support_size` most likely tokens and renormalised in float32; the token
     is drawn from exactly those float32 values. Arguments and errors are those of `target_rows`.
     """
+    return draft_tokens_and_confidences(logits, params, positions, vocabulary_size, support_size, contexts)[0]
+
+
+def draft_tokens_and_confidences(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    vocabulary_size: int,
+    support_size: int,
+    contexts: Sequence[IdArray | None] | None = None,
+    confident: Sequence[int] = (),
+) -> tuple[list[Drafted], list[float]]:
+    """The draft tokens, and for the rows `confident`, in rising order, the probability of the likeliest token at the row's
+    temperature, before anything is cut; at 1 where that is 0. 1.0 for all others."""
     if len(params) == 0:
-        return []
+        return [], []
     scores, _ = _scores(logits, params, positions, vocabulary_size, contexts)
     batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
     size = min(support_size, vocabulary_size)
-    # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight.
-    packed = torch.full((len(params), 2, size), _NO_LOGIT, dtype=torch.float64, device=scores.device)
+    # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight. Beside them confidences, if any are wanted.
+    packed = torch.full((len(params), 2, size + bool(confident)), _NO_LOGIT, dtype=torch.float64, device=scores.device)
     for propose, rows in (
         (_propose_greedy, [row for row, each in enumerate(params) if each.temperature == 0.0]),
         (_propose_sampled, [row for row, each in enumerate(params) if each.temperature != 0.0]),
@@ -171,9 +185,17 @@ def draft_tokens(
         if rows:
             proposal = propose(_take(scores, rows), batch.take(rows), size)
             packed[torch.tensor(rows, device=scores.device), :, : proposal.shape[-1]] = proposal
+    if confident:
+        chosen = list(confident)
+        packed[torch.tensor(chosen, device=scores.device), 1, size] = _log_confidences(
+            _take(scores, chosen), batch.take(chosen)
+        )
     host: NDArray[np.float64] = packed.cpu().numpy()
     _check_finite(~np.isfinite(host[:, 1, 0]))
-    return _draw_drafted(host[:, 0], host[:, 1], batch)
+    confidences = np.ones(len(params))
+    if confident:
+        confidences[list(confident)] = np.exp(host[list(confident), 1, size])
+    return _draw_drafted(host[:, 0, :size], host[:, 1, :size], batch), confidences.tolist()
 
 
 # --- Rows and their parameters ---------------------------------------------------------------------------------------
@@ -609,6 +631,13 @@ def _greedy_scores(_logits: Tensor, scores: Tensor, _batch: _Batch, rows: list[i
 
 
 # --- Drawing the draft's tokens --------------------------------------------------------------------------------------
+
+
+def _log_confidences(scores: Tensor, batch: _Batch) -> Tensor:
+    """Of the likeliest token, [n] float64."""
+    temperatures = torch.where(batch.column(0) > 0.0, batch.column(0), 1.0)
+    scaled = scores if all(each.temperature in (0.0, 1.0) for each in batch.params) else scores / temperatures
+    return (scaled.amax(-1) - scaled.logsumexp(-1)).double()
 
 
 def _propose_greedy(scores: Tensor, _batch: _Batch, _size: int) -> Tensor:

@@ -81,6 +81,12 @@ class AheadStats:
     used_tokens: int = 0
     forwards: int = 0
     failed_forwards: int = 0
+    paused: bool = False
+    """Whether nothing is drafted ahead since rounds are longer with it, but for a look now and then."""
+    pauses: int = 0
+    """How often that began."""
+    round_ratio: float = 1.0
+    """Seconds of a round with it over those of one without; 1 where that was not looked at."""
 
 
 class IdleWork(Protocol):

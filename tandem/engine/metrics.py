@@ -110,6 +110,13 @@ def _ahead(stats: AheadStats) -> Iterable[Metric]:
     yield CounterMetricFamily("tandem_draft_ahead_used_tokens", "Tokens of them that were asked for", stats.used_tokens)
     yield CounterMetricFamily("tandem_draft_ahead_forwards", "Forwards that drafted ahead", stats.forwards)
     yield CounterMetricFamily("tandem_draft_ahead_failures", "Such forwards that raised", stats.failed_forwards)
+    yield GaugeMetricFamily(
+        "tandem_draft_ahead_paused", "1 while nothing is drafted ahead since rounds are longer with it", stats.paused
+    )
+    yield CounterMetricFamily("tandem_draft_ahead_pauses", "Times that this began", stats.pauses)
+    yield GaugeMetricFamily(
+        "tandem_draft_ahead_round_ratio", "Seconds of a round with it over those of one without", stats.round_ratio
+    )
 
 
 def _draft(stats: DraftStats) -> Iterable[Metric]:

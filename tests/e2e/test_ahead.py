@@ -29,6 +29,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[grpc.Chann
     metrics = f"127.0.0.1:{free_port()}"
     environment = {
         "TANDEM_DRAFT_AHEAD_ROWS": "4",
+        "TANDEM_DRAFT_AHEAD_MEASURED": "false",
         "TANDEM_DRAFT_METRICS_LISTEN": metrics,
         "TANDEM_DRAFT_TIMEOUT_SECONDS": "30",
         "TANDEM_DEBUG_INVARIANTS": "true",

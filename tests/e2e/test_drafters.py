@@ -24,6 +24,7 @@ WAYS = {
         "TANDEM_DRAFT_METHOD": "model+ngram",
         "TANDEM_DRAFT_LAYERS": "1",
         "TANDEM_DRAFT_AHEAD_ROWS": "4",
+        "TANDEM_DRAFT_AHEAD_MEASURED": "false",
         "TANDEM_DRAFT_STOP_BELOW": "0.2",
     },
 }

@@ -9,7 +9,7 @@ import pytest
 
 from draft_service.ahead import DraftAhead
 from tandem.v1 import sampling_pb2
-from tests.engine.harness import GREEDY, Client, Engines, propose_item, sampled, speculative
+from tests.engine.harness import GREEDY, Client, Engines, propose_item, reason, sampled, speculative
 from tests.engine.models import VOCABULARY, over_slots, plain_logits, random_ids, random_model
 
 ROUNDS = [3, 5, 8, 1, 4, 2, 8, 8, 5, 3]
@@ -91,3 +91,28 @@ async def test_never_is_the_default(engines: Engines) -> None:
     answer = await draft.ask(propose_item("a", 0, random_ids(1, 10), 0, 16, sampling=GREEDY))
     assert len(answer.result) == 16
     assert draft.engine.stats.draft.stopped_blocks == 0
+
+
+async def test_an_item_says_what_a_token_has_to_be_worth_where_blocks_end_early_at_all(engines: Engines) -> None:
+    """As an adaptive gamma does, which knows what one costs; nobody makes a draft end blocks that doesn't."""
+    sizes = {}
+    for configured in (0.0, 0.5):
+        draft = Client(engines.draft(over_slots(random_model(), slots=8), stop_below=configured))
+        for own in (0.0, 1e-6, 1.0):
+            item = propose_item(f"{own}", 0, random_ids(3, 10), 0, 8, sampling=GREEDY)
+            item.stop_below = own
+            sizes[configured, own] = len((await draft.ask(item)).result)
+    assert [sizes[0.0, own] for own in (0.0, 1e-6, 1.0)] == [8, 8, 8]
+    assert sizes[0.5, 1.0] == 1 <= sizes[0.5, 0.0] < sizes[0.5, 1e-6] == 8
+
+
+@pytest.mark.parametrize("below", [-0.1, 1.5, float("nan"), float("inf")])
+async def test_a_threshold_that_is_no_chance_is_refused_by_name(engines: Engines, below: float) -> None:
+    draft = Client(engines.draft(over_slots(random_model()), stop_below=0.5))
+    item = propose_item("a", 0, random_ids(1, 10), 0, 4, sampling=GREEDY)
+    item.stop_below = below
+    answer = await draft.ask(item)
+    assert reason(answer) == "INVALID_ARGUMENT"
+    assert answer.error is not None
+    assert answer.error.message.startswith("stop_below")
+    assert draft.engine.stats.forwards == 0

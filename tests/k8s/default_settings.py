@@ -33,7 +33,10 @@ _WORKER = {"TANDEM_LOG_LEVEL", "TANDEM_DEBUG_INVARIANTS", "TANDEM_MAX_SPECULATIV
 LEFT_AS_THEY_ARE = {
     "orchestrator": {"TANDEM_LOG_LEVEL"} | _TRUSTED_AND_LIMITED | _SPECULATION | _TIMES | _NAMES,
     "draft_service": _WORKER
-    | {f"TANDEM_DRAFT_{name}" for name in (*_MODEL, "METHOD", "LAYERS", "SUPPORT_SIZE", "AHEAD_ROWS", "STOP_BELOW")},
+    | {
+        f"TANDEM_DRAFT_{name}"
+        for name in (*_MODEL, "METHOD", "LAYERS", "SUPPORT_SIZE", "AHEAD_ROWS", "AHEAD_MEASURED", "STOP_BELOW")
+    },
     "target_service": _WORKER
     | {
         f"TANDEM_TARGET_{name}" for name in (*_MODEL, "MAX_WAITING", "MAX_WAITING_SECONDS", "GATHER", "TENSOR_PARALLEL")

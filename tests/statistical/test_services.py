@@ -318,6 +318,7 @@ def test_the_law_is_the_targets_while_the_draft_works_ahead_and_has_ngrams(tmp_p
     metrics = f"127.0.0.1:{free_port()}"
     options = {
         "TANDEM_DRAFT_AHEAD_ROWS": "6",
+        "TANDEM_DRAFT_AHEAD_MEASURED": "false",
         "TANDEM_DRAFT_METHOD": "model+ngram",
         "TANDEM_DRAFT_METRICS_LISTEN": metrics,
         "TANDEM_LOOK_AHEAD": "true",

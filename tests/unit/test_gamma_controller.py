@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -295,3 +296,47 @@ def test_a_forward_curve_is_read_between_and_beyond_what_was_timed() -> None:
     assert curve.seconds(0.5) < 0.5
     curve.add(5, 1000.0)
     assert curve.seconds(5) < 1.5, "one stall is no trend"
+
+
+def test_a_position_that_was_not_proposed_was_not_rejected() -> None:
+    """Blocks end early at every second token, and whatever is proposed stands: acceptance is near 1, and tokens and seconds are
+    those of the blocks that come, not of those asked for."""
+    machine, controller = Machine(0.2, 0.05, noise=0.0), adaptive()
+    for _ in range(300):
+        asked = controller.choose(1000).gamma
+        block = 0
+        while block < asked and (not block or machine.chance.random() < 0.5):
+            block += 1
+        controller.observe([1.0] * block, dataclasses.replace(machine.times(block), asked=asked))
+    acceptance = controller._acceptance.by_position(3)
+    assert min(acceptance) > 0.9
+    tokens, seconds = controller._persistence.blocks(acceptance, controller._costs.round_seconds(3))
+    assert tokens == pytest.approx([1.0, 2.0, 2.5, 2.75], abs=0.25)
+    whole = [machine.round_seconds(gamma) for gamma in range(4)]
+    mixed = [whole[0], whole[1], (whole[1] + whole[2]) / 2, whole[1] / 2 + whole[2] / 4 + whole[3] / 4]
+    assert seconds == pytest.approx(mixed, rel=0.05)
+    assert controller.choose(1000).gamma == LONGEST, "what may end early costs nothing to ask for"
+
+
+@pytest.mark.parametrize(("draft_step", "least", "most"), [(0.02, 0.05, 0.4), (0.4, 0.6, 1.0)])
+def test_a_dearer_token_has_to_be_likelier(draft_step: float, least: float, most: float) -> None:
+    machine, controller = Machine(draft_step, 0.02), adaptive()
+    run(controller, machine, 200, lambda _: 0.8)
+    assert least < controller.choose(1000).stop_below < most
+
+
+def test_what_a_block_waits_whatever_its_length_makes_longer_blocks_pay() -> None:
+    """A draft far away: a crossing is paid once, not for each token."""
+    near, far = adaptive(), adaptive()
+    for controller, crossing in ((near, 0.0), (far, 1.5 * PLAIN_SECONDS)):
+        machine = Machine(0.1, 0.02)
+        for _ in range(300):
+            gamma = controller.choose(1000).gamma
+            times = machine.times(gamma)
+            if times.propose_seconds is not None and gamma:
+                times.propose_seconds += crossing
+            controller.observe([0.8] * gamma, times)
+    assert far.choose(1000).gamma > near.choose(1000).gamma
+    seconds = far._costs.round_seconds(8)
+    assert seconds[8] - seconds[4] == pytest.approx(4 * 0.12 * PLAIN_SECONDS, rel=0.15)
+    assert seconds[1] - seconds[0] == pytest.approx(1.62 * PLAIN_SECONDS, rel=0.15)

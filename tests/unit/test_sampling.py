@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -26,7 +27,7 @@ from transformers.generation.logits_process import (
 from tandem import sampling
 from tandem.acceptance import Drafted, TargetRow, check_drafted
 from tandem.randomness import Lane, gumbel_noise, uniforms
-from tandem.sampling import SamplingParams, draft_tokens, target_rows
+from tandem.sampling import SamplingParams, draft_tokens, draft_tokens_and_confidences, target_rows
 from tandem.v1 import sampling_pb2
 
 NO_SUPPORT = np.zeros(0, dtype=np.uint32)
@@ -508,3 +509,28 @@ def test_from_proto_takes_every_field() -> None:
 def test_from_proto_names_the_field_that_is_wrong(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field} "):
         SamplingParams.from_proto(message(**{field: value}))
+
+
+def test_confidences_come_with_the_tokens_and_change_none() -> None:
+    """Of the rows asked for: the likeliest token's probability before anything is cut, at the row's temperature, at 1 where that
+    is 0; without end tokens that are too early."""
+    logits = logits_of_kind("plain", 5, 300) * 3
+    logits[4, 7] = 90.0
+    params = [
+        make_params(temperature=0.0),
+        make_params(coupled=True, temperature=0.5, top_k=4),
+        make_params(),
+        make_params(coupled=True),
+        make_params(temperature=0.0, min_length=9, end_token_ids=(7,)),
+    ]
+    positions = [1, 2, 3, 4, 5]
+    asked = [0, 1, 3, 4]
+    drafts, confidences = draft_tokens_and_confidences(logits, params, positions, 300, 64, confident=asked)
+    for draft, alone in zip(drafts, draft_tokens(logits, params, positions, 300, 64), strict=True):
+        assert_same_draft(draft, alone)
+    without_end = logits.clone()
+    without_end[4, 7] = -math.inf
+    temperatures = torch.tensor([1.0, 0.5, 1.0, 1.0, 1.0])[:, None]
+    expected = (without_end / temperatures).softmax(-1).amax(-1).tolist()
+    assert confidences == pytest.approx([expected[row] if row in asked else 1.0 for row in range(5)], rel=1e-5)
+    assert max(confidences[row] for row in asked) < 0.999

@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.bench import STRIKES
 from orchestrator.drafting import DRAFT, PLAIN, Block, Drafting, DraftingPolicy, DraftPool
+from orchestrator.gamma_controller import Choice
 from orchestrator.prefix import Prefix
 from tandem import wire
 from tests.engine.harness import GREEDY
@@ -67,7 +68,7 @@ class Request:
     async def round(self, gamma: int, *, patient: bool) -> Block:
         self.drafting._policy = PATIENT if patient else LATE
         record: Any = self.record
-        block = await self.drafting.propose(self._prefix, self._epoch, gamma, LONGEST, record)
+        block = await self.drafting.propose(self._prefix, self._epoch, Choice(gamma, "fixed", 0.0), LONGEST, record)
         self.drafting.settle(self._prefix.length, 0)
         self._prefix.append(wire.encode_ids([7]))
         self._epoch += 1
