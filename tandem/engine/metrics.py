@@ -111,7 +111,9 @@ def _ahead(stats: AheadStats) -> Iterable[Metric]:
     yield CounterMetricFamily("tandem_draft_ahead_forwards", "Forwards that drafted ahead", stats.forwards)
     yield CounterMetricFamily("tandem_draft_ahead_failures", "Such forwards that raised", stats.failed_forwards)
     yield GaugeMetricFamily(
-        "tandem_draft_ahead_paused", "1 while nothing is drafted ahead since rounds are longer with it", stats.paused
+        "tandem_draft_ahead_paused",
+        "1 while nothing is drafted ahead since rounds are longer with it",
+        float(stats.paused),
     )
     yield CounterMetricFamily("tandem_draft_ahead_pauses", "Times that this began", stats.pauses)
     yield GaugeMetricFamily(

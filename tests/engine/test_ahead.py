@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_service import ahead as ahead_module
 from draft_service.ahead import DraftAhead
+from draft_service.ahead_gain import AheadGain
 from tandem.engine.feed import Feed
 from tandem.engine.stream import Answer
 from tandem.v1 import sampling_pb2
@@ -59,8 +60,15 @@ class UnhurriedTarget(Client):
 class Pair:
     """A target and a draft at work."""
 
-    def __init__(self, engines: Engines, pair: tuple[Any, Any], rows: int, stop_below: float = 0.0) -> None:
-        self.ahead = DraftAhead(rows, VOCABULARY) if rows else None
+    def __init__(
+        self,
+        engines: Engines,
+        pair: tuple[Any, Any],
+        rows: int,
+        stop_below: float = 0.0,
+        gain: AheadGain | None = None,
+    ) -> None:
+        self.ahead = DraftAhead(rows, VOCABULARY, gain=gain) if rows else None
         lm = over_slots(pair[1], slots=8 + rows, max_length=160)
         self.engine = engines.draft(lm, 16, ahead=self.ahead, stop_below=stop_below)
         self.draft = Client(self.engine)
@@ -337,3 +345,27 @@ async def test_a_changed_item_is_not_answered_from_a_guess(engines: Engines, pai
         tokens = np.concatenate([tokens, np.array(follow, dtype=np.uint32)])
         if tokens.size > 140:
             break
+
+
+async def test_it_leaves_off_where_rounds_are_longer_with_it(engines: Engines, pair: tuple[Any, Any]) -> None:
+    """On a clock by which they are; with the same text as ever, on the way there and afterwards."""
+    seconds = 0.0
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += 1.3 if gain.working else 1.0
+        return seconds
+
+    gain = AheadGain(clock)
+    eager, waiting = Pair(engines, pair, ROWS, gain=gain), Pair(engines, pair, 0)
+    for number in range(12):
+        name = "x" * (number % 3 + 1)
+        assert await eager.run(name, GREEDY) == await waiting.run(name, GREEDY)
+    stats = eager.engine.stats.ahead
+    assert (stats.paused, stats.pauses) == (True, 1)
+    assert stats.round_ratio == pytest.approx(1.3, abs=0.05)
+    before = stats.tokens
+    assert before > 0
+    await eager.run("y", GREEDY)
+    assert stats.tokens == before
+    assert eager.engine.stats.invariant_violations == 0
