@@ -173,6 +173,12 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         "--requests", dest="concurrencies", type=_numbers, help="requests at the same time: 1,2,4,8,16,32,64"
     )
     parser.add_argument("--gamma", dest="gammas", type=_numbers, help="draft tokens of a round: 0,5")
+    parser.add_argument(
+        "--auto",
+        dest="adaptive",
+        action="store_true",
+        help="an adaptive gamma too, beside plain decoding and the best fixed one",
+    )
     parser.add_argument("--tokens", dest="max_tokens", type=int, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, help="runs of each case, each side taking turns")
     parser.add_argument("--samples", type=int, help="timings of each worker step")

@@ -28,7 +28,17 @@ from .caller import generate, generate_together
 from .progress import steps
 from .running_pair import ModelPair
 from .services import NotMeasured, Planned, free_address, run_all, running_store
-from .serving_results import Load, PrefixResult, ServingCase, ServingResult, serving_case, serving_constants
+from .serving_results import (
+    AdaptiveCase,
+    Load,
+    PrefixResult,
+    ServingCase,
+    ServingResult,
+    Turn,
+    adaptive_case,
+    serving_case,
+    serving_constants,
+)
 from .simulation import Constants
 from .statistic import median
 from .worker_times import SyntheticSessions, WorkerStreams, WorkerTimes, worker_streams
@@ -54,6 +64,8 @@ class ServingOptions:
     """Requests of the other side in each repeat, one after the other: its rate does not depend on how many there are."""
     shared_tokens: int = 1000
     prefix_trials: int = 4
+    adaptive: bool = False
+    """Also beside an adaptive gamma: plain decoding, the best fixed gamma and it, in turns."""
     samples: int = 8
     """Timings of each worker step at each number of requests."""
 
@@ -72,12 +84,13 @@ async def measure(options: ServingOptions) -> ServingResult:
     """Runs all cases."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         async with _running(options, Path(folder)) as bench:
-            await _warm_up(bench)
+            await _warm_up(bench, options.gammas)
             loads = list(itertools.product(options.concurrencies, options.gammas))
             cases = [await _case(bench, concurrency, gamma) for concurrency, gamma in steps(loads, "serving")]
+            adaptive = await _adaptive_cases(bench, cases) if options.adaptive else []
             prefix = await _prefix(bench)
             constants = await _constants(bench, cases)
-    return ServingResult(str(options.models), options.max_tokens, cases, prefix, constants)
+    return ServingResult(str(options.models), options.max_tokens, cases, prefix, constants, adaptive)
 
 
 async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
@@ -90,7 +103,25 @@ async def _case(bench: _Bench, concurrency: int, gamma: int) -> ServingCase:
     return serving_case(concurrency, gamma, together, alone)
 
 
-def _requests(bench: _Bench, count: int, gamma: int, first: int) -> list[api.GenerateRequest]:
+async def _adaptive_cases(bench: _Bench, cases: Sequence[ServingCase]) -> list[AdaptiveCase]:
+    await _warm_up(bench, [None])
+    found = []
+    for concurrency in steps(bench.options.concurrencies, "adaptive"):
+        of_it = [case for case in cases if case.concurrency == concurrency]
+        best = max(of_it, key=lambda case: case.tokens_per_second).gamma
+        turns = []
+        for turn in range(bench.options.repeats + 1):
+            first = 1000 * turn + 700
+            loads = {
+                gamma: await _load(bench, bench.together, _requests(bench, concurrency, gamma, first))
+                for gamma in dict.fromkeys((0, None, best))
+            }
+            turns.append(Turn(loads[0], loads[None], loads[best]))
+        found.append(adaptive_case(concurrency, best, turns))
+    return found
+
+
+def _requests(bench: _Bench, count: int, gamma: int | None, first: int) -> list[api.GenerateRequest]:
     """Different prompts, none of which shares its beginning with another, nor finds itself in a cache."""
     requests = [_request(bench, random_token_ids(first + number, PROMPT_TOKENS), gamma) for number in range(count)]
     for request in requests:
@@ -104,14 +135,17 @@ def random_token_ids(seed: int, count: int) -> list[int]:
     return [int(token_id) for token_id in drawn]
 
 
-def _request(bench: _Bench, prompt: Sequence[int], gamma: int) -> api.GenerateRequest:
-    return api.GenerateRequest(
+def _request(bench: _Bench, prompt: Sequence[int], gamma: int | None) -> api.GenerateRequest:
+    request = api.GenerateRequest(
         token_ids=api.TokenIds(ids=prompt),
         max_tokens=bench.options.max_tokens,
         temperature=0.0,
         num_speculative_tokens=gamma,
         ignore_eos=True,
     )
+    if gamma is None:
+        request.adaptive_speculative_tokens = True
+    return request
 
 
 async def _load(bench: _Bench, channel: grpc.aio.Channel, requests: Sequence[api.GenerateRequest]) -> Load:
@@ -180,10 +214,10 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _warm_up(bench: _Bench) -> None:
+async def _warm_up(bench: _Bench, gammas: Sequence[int | None]) -> None:
     """What is made on first use is made, and both orchestrators, which are ready without a draft, have found it."""
     deadline = time.monotonic() + DRAFT_SECONDS
-    for channel, gamma in itertools.product((bench.together, bench.alone), bench.options.gammas):
+    for channel, gamma in itertools.product((bench.together, bench.alone), gammas):
         request = _request(bench, random_token_ids(0, PROMPT_TOKENS), gamma)
         while (await generate(channel, request)).finish.speculation.degraded_rounds:
             if time.monotonic() > deadline:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.table import Table
 
@@ -16,6 +17,10 @@ from .tables import Goal, results_table
 BATCHING_GOAL = 3.0
 """Tokens a second of 16 requests together, over the same requests one by one."""
 BATCHING_REQUESTS = 16
+OF_PLAIN_GOAL, OF_BEST_GOAL = 0.97, 0.95
+"""Tokens a second with an adaptive gamma, over those of plain decoding and of the best fixed gamma."""
+DROP_GOAL = 1.5
+"""Tokens a second over those of the next larger number of requests."""
 PREFIX_GOAL = 0.25
 """Time to the first token with a cached prefix, over that without."""
 
@@ -83,6 +88,34 @@ class ServingCase:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The same requests three times, one after the other."""
+
+    plain: Load
+    adaptive: Load
+    best: Load
+    """With the fixed gamma that was fastest at so many requests; maybe 0 too."""
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Tokens a second."""
+        plain, adaptive, best = (load.tokens / load.seconds for load in (self.plain, self.adaptive, self.best))
+        return plain, adaptive, best
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveCase:
+    """An adaptive gamma at a number of requests at the same time: medians of neighbouring runs."""
+
+    concurrency: int
+    tokens_per_second: float
+    of_plain: float
+    best_gamma: int
+    of_best: float
+    mean_gamma: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixResult:
     """Time to the first token of prompts that share their beginning, in milliseconds: medians."""
 
@@ -106,6 +139,8 @@ class ServingResult:
     prefix: PrefixResult
     constants: Constants | None
     """What `simulate` needs to know; None without a case of one plain request."""
+    adaptive: list[AdaptiveCase] = field(default_factory=list)
+    """If it was asked for."""
 
 
 def serving_constants(
@@ -149,6 +184,20 @@ def serving_case(concurrency: int, gamma: int, together: Sequence[Load], alone: 
     )
 
 
+def adaptive_case(concurrency: int, best_gamma: int, turns: Sequence[Turn]) -> AdaptiveCase:
+    """Out of its turns."""
+    rates = [turn.rates for turn in turns]
+    finished = [each.finish.speculation for turn in turns for each in turn.adaptive.heard]
+    return AdaptiveCase(
+        concurrency=concurrency,
+        tokens_per_second=median([adaptive for _, adaptive, _ in rates]),
+        of_plain=median([adaptive / plain for plain, adaptive, _ in rates]),
+        best_gamma=best_gamma,
+        of_best=median([adaptive / best for _, adaptive, best in rates]),
+        mean_gamma=sum(each.draft_tokens for each in finished) / max(1, sum(each.rounds for each in finished)),
+    )
+
+
 def _latency(seconds: Sequence[float]) -> Latency:
     return Latency(*(1000 * quantile(seconds, share) for share in (0.5, 0.95, 0.99)))
 
@@ -181,7 +230,45 @@ def serving_tables(result: ServingResult) -> list[Table]:
     found = result.prefix
     prefix.add_row(str(found.shared_tokens), f"{found.cold:.0f}", f"{found.warm:.0f}", f"{found.ratio:.2f}")
     prefix.caption = "tokens in common; cold: with a salt of its own, so that nothing is shared; medians, taking turns."
-    return [cases, prefix]
+    return [cases, *([_adaptive_table(result)] if result.adaptive else []), prefix]
+
+
+def _adaptive_table(result: ServingResult) -> Table:
+    table = results_table(
+        "An adaptive gamma", ("requests", "tokens/s", "of gamma 0", "best fixed gamma", "of that", "mean gamma")
+    )
+    for case in result.adaptive:
+        table.add_row(
+            str(case.concurrency),
+            f"{case.tokens_per_second:.1f}",
+            f"{case.of_plain:.2f}x",
+            str(case.best_gamma),
+            f"{case.of_best:.2f}x",
+            f"{case.mean_gamma:.1f}",
+            style="" if case.of_plain >= 1 else "yellow",
+        )
+    table.caption = "The same requests plainly, adaptively, and with the gamma that was fastest above, in turns."
+    return table
+
+
+def _adaptive_goals(cases: Sequence[AdaptiveCase]) -> list[Goal]:
+    worst_plain, worst_best = min(case.of_plain for case in cases), min(case.of_best for case in cases)
+    return [
+        Goal("auto over gamma 0, worst", f"{worst_plain:.2f}x", f">= {OF_PLAIN_GOAL}", worst_plain >= OF_PLAIN_GOAL),
+        Goal("auto over the best fixed, worst", f"{worst_best:.2f}x", f">= {OF_BEST_GOAL}", worst_best >= OF_BEST_GOAL),
+    ]
+
+
+def _largest_drop(result: ServingResult) -> float:
+    """Of the tokens a second from a number of requests to the next, at any gamma."""
+    drops = [
+        before.tokens_per_second / after.tokens_per_second
+        for gamma in {case.gamma for case in result.cases}
+        for before, after in itertools.pairwise(
+            sorted((case for case in result.cases if case.gamma == gamma), key=lambda case: case.concurrency)
+        )
+    ]
+    return max(drops, default=0.0)
 
 
 def serving_goals(result: ServingResult) -> list[Goal]:
@@ -196,6 +283,10 @@ def serving_goals(result: ServingResult) -> list[Goal]:
         for case in result.cases
         if case.concurrency == BATCHING_REQUESTS
     ]
+    drop = _largest_drop(result)
+    goals.append(Goal("largest drop between neighbours", f"{drop:.2f}x", f"<= {DROP_GOAL}", drop <= DROP_GOAL))
+    if result.adaptive:
+        goals += _adaptive_goals(result.adaptive)
     ratio = result.prefix.ratio
     return [
         *goals,

@@ -110,7 +110,7 @@ def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
     amount = ["--requests", "1,3", "--gamma", "0,2", "--tokens", "8", "--repeats", "1", "--shared-tokens", "100"]
-    amount += ["--samples", "2"]
+    amount += ["--samples", "2", "--auto"]
     assert main(["serving", *models, *amount, "--json", str(file)]) == 0
     cases = json.loads(file.read_text())["serving"]["cases"]
     assert [(case["concurrency"], case["gamma"]) for case in cases] == [(1, 0), (1, 2), (3, 0), (3, 2)]
@@ -120,6 +120,9 @@ def test_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < case["first_token"]["p50"] <= case["first_token"]["p99"]
         assert case["per_output_token"]["p50"] > 0
         assert len(case["acceptance"]) == case["gamma"]
+    adaptive = json.loads(file.read_text())["serving"]["adaptive"]
+    assert [case["concurrency"] for case in adaptive] == [1, 3]
+    assert all(case["of_plain"] > 0 and case["of_best"] > 0 for case in adaptive)
     assert json.loads(file.read_text())["serving"]["prefix"]["ratio"] > 0
     assert "one by one" in capsys.readouterr().out
     # What was measured is what a simulation starts from, and is compared with.
