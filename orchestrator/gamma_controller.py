@@ -251,7 +251,8 @@ class AdaptiveGamma:
         # Not further than a step or two from here: what lies beyond is the least known, and looking costs time.
         longest = min(longest, max(self._gamma, _LONGEST_TRIAL) + _STEP)
         acceptance = self._acceptance.by_position(longest)
-        tokens, seconds = self._persistence.blocks(acceptance, self._costs.round_seconds(longest))
+        whole = self._costs.round_seconds(longest)
+        tokens, seconds = self._persistence.blocks(acceptance, whole)
         rates = _rates(tokens, seconds)
         self._settle(rates, cut=cut)
         gamma = min(self._gamma, wanted)
@@ -260,7 +261,7 @@ class AdaptiveGamma:
             return self._perhaps_a_trial(tokens, seconds, rates, room)
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
-        return Choice(gamma, "best", speedup, self._worth(rates, acceptance))
+        return Choice(gamma, "best", speedup, _worth(max(rates), whole, acceptance))
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round."""
@@ -291,14 +292,6 @@ class AdaptiveGamma:
                 self._interval, self._since_trial = _FIRST_INTERVAL, 0
             self._gamma = best
 
-    def _worth(self, rates: list[float], acceptance: list[float]) -> float:
-        """The chance to stand of what is drafted, below which the next token brings less for its time than rounds do on the
-        average: for long the best time to end a renewal's cycle."""
-        whole = self._costs.round_seconds(len(acceptance))
-        token = (whole[-1] - whole[1]) / (len(whole) - 2) if len(whole) > 2 else whole[-1] - whole[0]
-        likely = sum(acceptance) / len(acceptance)
-        return min(1.0, max(rates) * token / likely) if likely > 0.0 else 1.0
-
     def _perhaps_a_trial(self, tokens: list[float], seconds: list[float], rates: list[float], room: int) -> Choice:
         self._since_trial += 1
         if self._since_trial < self._interval or len(rates) < 2:
@@ -316,6 +309,14 @@ class AdaptiveGamma:
     def _plain_is_stale(self) -> bool:
         last = self._costs.plain_round
         return last is None or self._costs.rounds - last >= _PLAIN_INTERVAL
+
+
+def _worth(rate: float, whole: list[float], acceptance: list[float]) -> float:
+    """The chance of a block to stand, below which its next token brings less for its time than rounds do on the average, `rate`
+    tokens a second: for long the best time to end a renewal's cycle. `whole`: seconds of rounds with whole blocks."""
+    token = (whole[-1] - whole[1]) / (len(whole) - 2) if len(whole) > 2 else whole[-1] - whole[0]
+    likely = sum(acceptance) / len(acceptance)
+    return min(1.0, max(0.0, rate * token / likely)) if likely > 0.0 else 1.0
 
 
 def _rates(tokens: list[float], seconds: list[float]) -> list[float]:
