@@ -66,6 +66,7 @@ def encrypting(tiny_stack: Stack, tmp_path: Path) -> Iterator[ServiceProcess]:
     environment = {
         **original.environment,
         "TANDEM_ORCHESTRATOR_LISTEN": address,
+        "TANDEM_ORCHESTRATOR_METRICS_LISTEN": "",
         "TANDEM_TLS_CERTIFICATE": certificate,
         "TANDEM_TLS_KEY": key,
     }
