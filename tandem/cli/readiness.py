@@ -15,7 +15,7 @@ from tandem.cli.plan import Endpoint
 from tandem.grpc_server import NOTE_KEY, REFUSAL_KEY
 from tandem.transport_security import ClientFiles
 
-# Short: a service that loads a model may hold its port without answering.
+# Short, for who asks again: a service that loads a model may hold its port without answering.
 PROBE_SECONDS = 0.5
 
 
@@ -34,10 +34,10 @@ Probe = Callable[[], Answer]
 
 
 @contextmanager
-def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
-    """A probe that keeps its connections while it is asked again and again."""
+def open_probe(endpoint: Endpoint, seconds: float = PROBE_SECONDS) -> Iterator[Probe]:
+    """A probe that keeps its connections while it is asked again and again; `seconds` is how long an answer is waited for."""
     with ExitStack() as connections:
-        probes = [_open(endpoint, address, connections) for address in endpoint.addresses]
+        probes = [_open(endpoint, address, seconds, connections) for address in endpoint.addresses]
 
         def probe_any() -> Answer:
             answers = []
@@ -51,18 +51,18 @@ def open_probe(endpoint: Endpoint) -> Iterator[Probe]:
         yield probe_any
 
 
-def _open(endpoint: Endpoint, address: str, connections: ExitStack) -> Probe:
+def _open(endpoint: Endpoint, address: str, seconds: float, connections: ExitStack) -> Probe:
     if endpoint.kind == "redis":
-        return _redis_probe(address, endpoint.tls, connections)
-    return _grpc_probe(address, endpoint.tls, connections)
+        return _redis_probe(address, endpoint.tls, seconds, connections)
+    return _grpc_probe(address, endpoint.tls, seconds, connections)
 
 
-def _redis_probe(url: str, tls: ClientFiles, connections: ExitStack) -> Probe:
+def _redis_probe(url: str, tls: ClientFiles, seconds: float, connections: ExitStack) -> Probe:
     names = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     client = redis.Redis.from_url(
         url,
-        socket_timeout=PROBE_SECONDS,
-        socket_connect_timeout=PROBE_SECONDS,
+        socket_timeout=seconds,
+        socket_connect_timeout=seconds,
         retry=None,
         **{name: file for name, file in names.items() if file},
     )
@@ -82,7 +82,7 @@ def _redis_probe(url: str, tls: ClientFiles, connections: ExitStack) -> Probe:
     return probe
 
 
-def _grpc_probe(address: str, tls: ClientFiles, connections: ExitStack) -> Probe:
+def _grpc_probe(address: str, tls: ClientFiles, seconds: float, connections: ExitStack) -> Probe:
     # The default back-off grows to two minutes; a service that was just started deserves more attention.
     options = [
         ("grpc.enable_http_proxy", 0),
@@ -100,9 +100,7 @@ def _grpc_probe(address: str, tls: ClientFiles, connections: ExitStack) -> Probe
     def probe() -> Answer:
         try:
             request = health_pb2.HealthCheckRequest(service="")
-            reply, call = stub.Check.with_call(  # type: ignore[attr-defined]  # set in its __init__
-                request, timeout=PROBE_SECONDS
-            )
+            reply, call = stub.Check.with_call(request, timeout=seconds)  # type: ignore[attr-defined]  # set in its __init__
         except grpc.RpcError as error:
             return Answer(_reason(error))
         return _answer(reply.status == health_pb2.HealthCheckResponse.SERVING, dict(call.trailing_metadata() or ()))

@@ -22,6 +22,8 @@ from tandem.cli.state import RunningService, StackState, StateFile
 
 # As `systemctl status` and the LSB init scripts have it.
 NOT_RUNNING = 3
+PROBE_SECONDS = 5.0
+"""Each service is asked once: on a busy machine an answer may take its time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def _state(service: RunningService, files: Mapping[str, str]) -> str:
     else:
         endpoint = Endpoint("grpc", (service.address,), from_record(files, service.name))
     try:
-        with open_probe(endpoint) as probe:
+        with open_probe(endpoint, PROBE_SECONDS) as probe:
             return probe().reason or "ready"
     except OSError as error:
         return f"can't be asked: {error}"

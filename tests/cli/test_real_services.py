@@ -25,7 +25,7 @@ def real(stack: FakeStack) -> FakeStack:  # noqa: F811
     stack.module = "tandem.cli"
     stack.variables["TANDEM_TARGET_MODEL"] = str(MODELS / "tiny-target")
     stack.variables["TANDEM_DRAFT_MODEL"] = str(MODELS / "tiny-draft")
-    stack.variables["TANDEM_READY_TIMEOUT"] = "120"
+    stack.variables["TANDEM_READY_TIMEOUT"] = "400"
     stack.variables["TANDEM_DRAFT_TIMEOUT_SECONDS"] = "60"  # on a busy machine a round would now and then go without
     return stack
 

@@ -60,11 +60,13 @@ def test_the_tiny_pairs_are_token_exact(
     drafted = sum(result.speculation.draft_tokens for result in results)
     accepted = sum(result.speculation.accepted_tokens for result in results)
     assert sum(result.speculation.degraded_rounds for result in results) == 0
-    assert (drafted > 0) == (gamma != 0)
     if gamma == AUTO:
         sizes = {len(result.speculation.draft_tokens_per_position) for result in results}
-        assert len(sizes) > 1, "the choice never changed"
-    elif gamma and pair == "same_channel":
+        # It goes by times, and may find that no block pays.
+        assert len(sizes) > 1 or drafted == 0, "the choice never changed"
+        return
+    assert (drafted > 0) == (gamma != 0)
+    if gamma and pair == "same_channel":
         assert accepted == drafted
     elif gamma and pair == "tiny_channel":
         assert 0.15 < _acceptance_of_first_position(results) < 0.95

@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import json
 import re
+import select
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import httpx2
@@ -35,6 +36,7 @@ GAMMAS = (0, 2, 5)
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 32}
 COUPLED: dict[str, Any] = {"temperature": 1, "seed": 5, "max_tokens": 32}
 CONTEXT = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,19 @@ class Service:
             yield
         finally:
             self.stack.target.signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def held_amid(self, begin: Callable[[], T], running: int = 1) -> Iterator[T]:
+        """The target waits amid so many requests that `begin` begins. Those that were over before it did, since this process was
+        held up, are begun again."""
+        for _ in range(10):
+            begun = begin()
+            with self.held():
+                if self.running() == running:
+                    yield begun
+                    return
+            wait_for("nothing runs", lambda: self.running() == 0)
+        raise AssertionError("they were over each time")
 
     def cancelled(self) -> int:
         """Requests that the log says were cancelled."""
@@ -422,34 +437,39 @@ def test_a_caller_that_leaves_frees_its_place_and_its_state(service: Service, st
     sessions, cancelled = service.sessions(), service.cancelled()
     body = json.dumps({**LONG, "stream": stream}).encode()
     host, _, port = service.base.removeprefix("http://").removesuffix("/v1").partition(":")
-    # Held, or it might be over before anybody looks.
-    with contextlib.ExitStack() as waiting, socket.create_connection((host, int(port))) as caller:
-        if not stream:
-            waiting.enter_context(service.held())
+
+    def ask() -> socket.socket:
+        caller = socket.create_connection((host, int(port)))
         caller.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         if stream:
             assert b" 200 " in caller.recv(100)
-            waiting.enter_context(service.held())
-        wait_for("it runs", lambda: service.running() == 1)
-    wait_for("its place is free", lambda: service.running() == 0)
+        else:
+            wait_for("it runs", lambda: service.running() == 1 or select.select([caller], [], [], 0)[0])
+        return caller
+
+    with service.held_amid(ask) as caller:
+        caller.close()
+        wait_for("its place is free", lambda: service.running() == 0)
     wait_for("its state is gone", lambda: service.sessions() <= sessions)  # earlier ones may have expired
     wait_for("the log has it", lambda: service.cancelled() == cancelled + 1)
 
 
 def test_too_many_are_told_when_to_come_back(service: Service, client: openai.OpenAI) -> None:
-    streams = [service.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(4)]
-    answers = [stream.__enter__() for stream in streams]
-    try:
-        with service.held(), pytest.raises(openai.RateLimitError) as caught:
+    with contextlib.ExitStack() as streams:
+
+        def begin() -> list[httpx2.Response]:
+            streams.close()
+            wait_for("nothing runs", lambda: service.running() == 0)
+            sent = [service.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(4)]
+            return [streams.enter_context(each) for each in sent]
+
+        with service.held_amid(begin, running=4) as answers, pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt=PROMPT)
         assert caught.value.code == "queue_full"
         assert caught.value.response.headers["retry-after"] == "1"
-    finally:
-        for stream in streams:
-            stream.__exit__(None, None, None)
     assert [answer.status_code for answer in answers] == [200] * 4
     wait_for("all have ended", lambda: service.running() == 0)
 
@@ -518,12 +538,14 @@ def test_the_readmes_curl_works(service: Service) -> None:
 
 # Last: it ends the orchestrator.
 def test_what_runs_at_sigterm_goes_on_to_its_end(service: Service, client: openai.OpenAI) -> None:
-    # As many rounds as tokens, or it might be over before the target is held.
-    rounds = {"ignore_eos": True, "num_speculative_tokens": 0}
-    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "extra_body": rounds}
-    stream = client.completions.create(stream=True, **fields)
-    next(iter(stream))
-    with service.held():
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+    def begin() -> openai.Stream[Any]:
+        begun = client.completions.create(stream=True, **fields)
+        next(iter(begun))
+        return begun
+
+    with service.held_amid(begin) as stream:
         service.stack.orchestrator.signal(signal.SIGTERM)
         wait_for("it is not ready", lambda: service.http.get("/healthz").status_code == 503)
         with pytest.raises(openai.InternalServerError) as caught:

@@ -42,6 +42,8 @@ from tests.support.services import MODELS, running_stack
 
 ALPHA = 1e-3
 """Of each p-value; the seeds are fixed, so what passes once passes always, up to float32 rounding of the machine."""
+CHANGED_ALPHA = 1e-6
+"""The same where a sampling is changed amid the requests: when that is, and so the sample, is another in each run."""
 FAULT_ALPHA = 1e-9
 PROMPT = [3, 4, 5]
 TOKENS = 32
@@ -281,7 +283,7 @@ def changed_p_values(laws: Laws, sequences: Sequences, changed_at: NDArray[np.in
 def test_the_law_is_that_of_the_sampling_in_force(address: str, laws: Laws) -> None:
     sequences, changed_at = sample_changed(address, 4, CHANGED_REQUESTS)
     found = changed_p_values(laws, sequences, changed_at)
-    assert min(found.values()) > ALPHA, found
+    assert min(found.values()) > CHANGED_ALPHA, found
 
 
 def test_a_block_that_is_kept_over_a_change_is_found(tmp_path: Path, laws: Laws) -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.generation import gather, request
+from tests.support.generation import gather, paced_channel, request
 from tests.telemetry.conftest import Observed
 from tests.telemetry.test_traces import new_trace
 
@@ -66,12 +66,13 @@ def test_a_finished_request_leaves_one_complete_line_and_one_for_each_round(obse
 )
 def test_so_does_one_that_is_refused_or_cancelled(observed: Observed, fields: dict[str, Any], status: str) -> None:
     trace_id, metadata = new_trace()
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(observed.channel)
-    call = stub.Generate(request(PROMPT, request_id=f"ends-{status}", **fields), timeout=60, metadata=metadata)
-    with pytest.raises(grpc.RpcError):
-        for _ in call:
-            if status == "CANCELLED":
-                call.cancel()
+    with paced_channel(observed.stack.orchestrator.address) as channel:  # or it may be over before it is cancelled
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        call = stub.Generate(request(PROMPT, request_id=f"ends-{status}", **fields), timeout=60, metadata=metadata)
+        with pytest.raises(grpc.RpcError):
+            for _ in call:
+                if status == "CANCELLED":
+                    call.cancel()
     line = ended(lines_of(observed, trace_id))
     assert (line["request_id"], line["status"]) == (f"ends-{status}", status)
     assert "finish_reason" not in line

@@ -130,6 +130,7 @@ def test_callers_see_no_metrics_where_these_have_a_port_of_their_own(observed: O
 
 def test_the_named_series_are_there(observed: Observed) -> None:
     generate(observed.channel, PROMPT, max_tokens=8, temperature=0, num_speculative_tokens=3)
+    _wait_until_idle(observed)
     assert observed.scrape("orchestrator").names >= ORCHESTRATOR_SERIES
     for worker in ("draft", "target"):
         assert observed.scrape(worker).names >= WORKER_SERIES
