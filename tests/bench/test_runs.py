@@ -72,7 +72,8 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tracing(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
-    amount = ["--requests", "2", "--rounds", "5", "--waves", "1", "--repeats", "1"]
+    # So many that they take more than a tick of the clock by which CPU time goes, 10 ms.
+    amount = ["--requests", "2", "--rounds", "20", "--waves", "3", "--repeats", "1"]
     assert main(["tracing", *amount, "--json", str(file)]) == 0
     cases = json.loads(file.read_text())["tracing"]["cases"]
     assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]

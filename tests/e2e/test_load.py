@@ -207,7 +207,7 @@ def test_a_huge_prompt_holds_up_neither_health_nor_others(watched: Watched) -> N
         slowest, polls = 0.0, 0
         while not answer.done():
             began = time.monotonic()
-            assert watched.stack.orchestrator.serving()
+            assert watched.stack.orchestrator.serving(seconds=60)
             assert generate(watched.channel, PROMPT, **short).seen == canary.seen
             slowest, polls = max(slowest, time.monotonic() - began), polls + 1
     print(f"{polls} polls, the slowest with a request took {slowest:.3f} s")

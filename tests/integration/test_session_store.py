@@ -195,17 +195,17 @@ class TestSession:
             await store.commit(ownership, 0, 3, tokens)
 
     async def test_expiry_starts_anew_with_each_commit(self, redis_server: RedisServer) -> None:
-        async with connected(redis_server.url, running_ttl=100.0, finished_ttl=10.0) as store:
+        async with connected(redis_server.url, running_ttl=1000.0, finished_ttl=200.0) as store:
             ownership = await create(store)
             for key in keys_of("r"):
-                assert 95_000 < redis_server.command("PTTL", key) <= 100_000
-                redis_server.command("PEXPIRE", key, 5_000)
+                assert 900_000 < redis_server.command("PTTL", key) <= 1_000_000
+                redis_server.command("PEXPIRE", key, 100_000)
             await store.commit(ownership, 0, 3, encode(4))
-            assert all(95_000 < redis_server.command("PTTL", key) <= 100_000 for key in keys_of("r"))
+            assert all(900_000 < redis_server.command("PTTL", key) <= 1_000_000 for key in keys_of("r"))
             await store.finish(ownership, 1, b"result")
-            assert all(9_000 < redis_server.command("PTTL", key) <= 10_000 for key in keys_of("r"))
+            assert all(100_000 < redis_server.command("PTTL", key) <= 200_000 for key in keys_of("r"))
             await store.commit(ownership, 0, 3, encode(4))  # a late repetition must not revive it
-            assert all(redis_server.command("PTTL", key) <= 10_000 for key in keys_of("r"))
+            assert all(redis_server.command("PTTL", key) <= 200_000 for key in keys_of("r"))
 
 
 class TestRefusals:
@@ -679,11 +679,11 @@ class TestCancel:
 
 class TestAwayServer:
     async def test_nobody_listens(self) -> None:
-        async with connected(f"redis://127.0.0.1:{free_port()}", retry_seconds=0.2) as store:
+        async with connected(f"redis://127.0.0.1:{free_port()}", retry_seconds=1.0) as store:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await create(store)
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 30
             assert counters(store).retries > 0
             with pytest.raises(StoreUnavailable):
                 await store.ping()
@@ -710,7 +710,7 @@ class TestAwayServer:
 
     async def test_committed_tokens_survive_a_restart(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server({"appendonly": "yes", "appendfsync": "always"})
-        async with connected(server.url, retry_seconds=0.3) as store:
+        async with connected(server.url, retry_seconds=1.5) as store:
             ownership = await create(store)
             await store.commit(ownership, 0, 3, encode(4))
             server.kill()
@@ -846,7 +846,10 @@ class TestRefusingServer:
         self, make_redis_server: Callable[..., RedisServer]
     ) -> None:
         old, new = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
-        async with TcpProxy(old.host, old.port) as proxy, connected(url_of(proxy), retry_seconds=10.0) as store:
+        async with (
+            TcpProxy(old.host, old.port) as proxy,
+            connected(url_of(proxy), socket_timeout=30.0, retry_seconds=60.0) as store,
+        ):
             ownership = await create(store)
             new.command("REPLICAOF", *old.peer_address)
             wait_until(lambda: bool(new.info("replication").get("master_link_status") == "up"))
@@ -863,13 +866,14 @@ class TestRefusingServer:
             assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
 
     async def open_connections(self, store: SessionStore, proxy: TcpProxy, count: int) -> None:
-        proxy.delay(0.1)
+        proxy.stall()  # so that each takes a connection of its own
         reads = []
         for _ in range(count):
             reads.append(asyncio.ensure_future(store.read("r")))
             await asyncio.sleep(0.01)
+        await until(lambda: proxy.open_connections >= count)
+        proxy.resume()
         await asyncio.gather(*reads)
-        proxy.delay(0.0)
         assert proxy.open_connections >= count
 
     async def test_a_full_server(self, redis_server: RedisServer) -> None:
@@ -897,7 +901,7 @@ class TestRefusingServer:
             used = redis_server.info("memory")["used_memory"]
             redis_server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "maxmemory", used + 2**20)
             with redis_server.client() as client, client.pipeline(transaction=False) as filler:
-                for number in range(400):
+                for number in range(1_500):  # what was of use longest ago goes at random, of those of one second
                     filler.set(f"filler{number}", "x" * 10_000)
                 filler.execute()
             assert any(not redis_server.command("EXISTS", key) for key in keys_of("r"))
@@ -1110,7 +1114,9 @@ class TestDurability:
 
     async def test_a_commit_counts_once_it_is_on_disk(self, make_redis_server: Callable[..., RedisServer]) -> None:
         server = make_redis_server({"appendonly": "yes", "appendfsync": "everysec"})
-        async with connected(server.url, durability=Durability(disk=True), retry_seconds=0.5) as store:
+        async with connected(
+            server.url, durability=Durability(disk=True), socket_timeout=30.0, retry_seconds=60.0
+        ) as store:
             if server.info("server")["redis_version"].startswith("7.0."):
                 # It came with 7.2: said in words, at the first ping.
                 with pytest.raises(StoreUnavailable, match="WAITAOF"):

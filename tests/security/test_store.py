@@ -37,7 +37,9 @@ def front(authority: Authority, one_redis_server: RedisServer) -> Iterator[TlsPr
 
 async def _ping(front: TlsProxy, files: ClientFiles) -> None:
     url = f"rediss://{HOST}:{front.port}/0"
-    store = await SessionStore.connect(StoreConfig(url=url, tls=files, retry_seconds=0))
+    store = await SessionStore.connect(
+        StoreConfig(url=url, tls=files, socket_timeout=30, connect_timeout=30, retry_seconds=0)
+    )
     try:
         await store.ping()
     finally:
@@ -60,7 +62,9 @@ async def test_only_certificates_of_the_right_authority(authority: Authority, fr
 async def test_a_certificate_that_changes_is_followed(authority: Authority, front: TlsProxy, tmp_path: Path) -> None:
     files, other = authority.client("orchestrator", "o.example"), Authority(tmp_path / "outside")
     url = f"rediss://{HOST}:{front.port}/0"
-    store = await SessionStore.connect(StoreConfig(url=url, tls=files, retry_seconds=0))
+    store = await SessionStore.connect(
+        StoreConfig(url=url, tls=files, socket_timeout=30, connect_timeout=30, retry_seconds=0)
+    )
     await store.ping()
     other.issue("orchestrator", "o.example")
     _overwrite(authority, other)

@@ -146,7 +146,7 @@ def _strangers(deployment: Deployment) -> dict[str, ClientFiles]:
 @pytest.mark.parametrize("role", ["orchestrator", "draft", "target"])
 def test_strangers_get_in_nowhere(deployment: Deployment, role: str) -> None:
     service = getattr(deployment.stack, role)
-    assert service.serving()
+    assert service.serving(seconds=60)
     for name, files in _strangers(deployment).items():
         credentials = files.credentials()
         options = [("grpc.use_local_subchannel_pool", 1)]

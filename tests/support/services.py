@@ -86,12 +86,13 @@ class ServiceProcess:
             time.sleep(0.05)
         raise AssertionError(f"{self.module} does not serve:\n{self.log.read_text()[-3000:]}")
 
-    def serving(self, name: str = "") -> bool:
-        """One health check, of readiness unless another name is given."""
+    def serving(self, name: str = "", seconds: float = 2) -> bool:
+        """One health check, of readiness unless another name is given; without an answer for so long it isn't. A check that has to
+        say yes is given more time than one that is repeated."""
         with self.channel() as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(service=name), timeout=2
+                    health_pb2.HealthCheckRequest(service=name), timeout=seconds
                 )
             except grpc.RpcError:
                 return False

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
+from tests.support.ports import free_port
+
 _CHUNK = 65536
 
 
@@ -79,8 +81,8 @@ class TcpProxy:
 
     async def start(self) -> None:
         """Listens, on the same port again after a `stop_listening`."""
+        self.port = self.port or free_port()
         self._listener = await asyncio.start_server(self._accept, self.host, self.port)
-        self.port = self._listener.sockets[0].getsockname()[1]
 
     def stop_listening(self) -> None:
         """New connections are refused by the kernel; open ones go on."""

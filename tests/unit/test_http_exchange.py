@@ -225,7 +225,7 @@ async def test_a_caller_that_reads_nothing_is_not_waited_for_at_the_end(monkeypa
     async def receive() -> dict[str, Any]:
         return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await application(play)(dict(SCOPE), receive, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,23 +33,28 @@ class Record:
 async def scored(
     monkeypatch: pytest.MonkeyPatch, first_fault_after: float, faults: int
 ) -> tuple[list[TargetRow], Record]:
-    """A round whose first answer doesn't come for so long, and whose next ones fail at once."""
+    """A round whose first answer doesn't come for so long, and whose next ones fail at once; time passes as it is told."""
     pool = TargetPool((), TARGET, lambda info: None, lambda: None)
     policy = ScoringPolicy(timeout=60.0, retry=0.3)
-    scoring, record, asked = Scoring("r", pool, sampling_pb2.Sampling(), policy, 512), Record(), 0
+    scoring, record, asked, now = Scoring("r", pool, sampling_pb2.Sampling(), policy, 512), Record(), 0, 100.0
 
     async def verify_once(*_: Any) -> list[TargetRow]:
-        nonlocal asked
+        nonlocal asked, now
         asked += 1
         if asked == 1:
-            await asyncio.sleep(first_fault_after)
+            now += first_fault_after
         if asked <= faults:
             raise TimeoutError("no answer")
         return [ROW]
 
+    async def one_is_back(seconds: float) -> None:
+        """A pool without replicas waits for one."""
+        nonlocal now
+        now += min(seconds, 0.01)
+
     monkeypatch.setattr(scoring, "_verify_once", verify_once)
-    # A pool without replicas waits for one; here one is back at once.
-    monkeypatch.setattr(pool, "wait_for_change", lambda seconds: asyncio.sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(pool, "wait_for_change", one_is_back)
+    monkeypatch.setattr("orchestrator.scoring.time", SimpleNamespace(monotonic=lambda: now))
     return await scoring.verify(Prefix(wire.encode_ids([1])), 0, PLAIN, record), record  # type: ignore[arg-type]
 
 
