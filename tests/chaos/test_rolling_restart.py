@@ -20,7 +20,7 @@ from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
 FIELDS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "num_speculative_tokens": 2}
 PROMPTS = [[5, 6, 7], [9, 8], [100, 3, 200, 4]]
 LENGTHS = (5, 60, 25)
-DRAIN_SECONDS = 4
+DRAIN_SECONDS = 10
 
 # What a caller of several orchestrators does: balance over them, and ask another one where one refuses before it began.
 CALLER_OPTIONS = [

@@ -96,8 +96,7 @@ def test_a_conversation(terminal, orchestrator):
     orchestrator.pause_seconds = 60
     terminal.type("And then?\n")
     terminal.until("The sky is")
-    terminal.type("\x03")
-    terminal.until("[ended]\n> ")
+    terminal.interrupt_until("[ended]\n> ")
     deadline = time.monotonic() + 60
     while not orchestrator.cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
