@@ -127,7 +127,7 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
         assert time.monotonic() - started < 60
         assert not stack.orchestrator.serving()
         assert "no target is connected: none came back within 2 s" in caught.value.details()  # type: ignore[attr-defined]
-        assert stack.orchestrator.serving(LIVENESS)  # a restart would bring back no target
+        assert stack.orchestrator.serving(LIVENESS, 60)  # a restart would bring back no target
         with open_probe(Endpoint("grpc", (stack.orchestrator.address,))) as probe:
             _until(lambda: probe().reason == "not ready: no target is connected")
         with pytest.raises(grpc.RpcError) as refused:  # and who asks anew isn't kept waiting
@@ -187,7 +187,7 @@ def test_sigterm_drains_the_orchestrator(stack: Stack, channel: grpc.Channel) ->
     def terminate() -> None:
         stack.orchestrator.signal(signal.SIGTERM)
         _until(lambda: not stack.orchestrator.serving())
-        assert stack.orchestrator.serving(LIVENESS)
+        assert stack.orchestrator.serving(LIVENESS, 60)
         with pytest.raises(grpc.RpcError) as caught:
             generate(channel, PROMPT, **FIELDS)
         refused.append(caught.value.code())  # type: ignore[attr-defined]
