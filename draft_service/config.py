@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.config import ConfigError, choice, flag, setting, share, whole_number
+from tandem.config import ConfigError, address, choice, flag, share, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class DraftConfig(WorkerSettings):
 
     role: ClassVar[str] = "draft"
 
-    listen: str = setting(
+    listen: str = address(
         "TANDEM_DRAFT_LISTEN", "127.0.0.1:50052", help="host:port to listen on; port 0 takes a free one"
     )
     method: str = choice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -33,6 +34,10 @@ LAST_WORDS_SECONDS = 0.5
 """For the last responses to leave, after their requests have ended."""
 STORE_ATTEMPTS = 10_000
 """No bound: the setting is a time, and a store that refuses connections uses up a few attempts in half a second."""
+STORE_CLOSE_SECONDS = 1.0
+"""For what the store is still to be told. Where it hangs, what is left there expires."""
+SPARE_CALLS = 256
+"""Beyond the requests that run and wait: for refusals that say more than gRPC's own, updates, health."""
 MAX_REQUEST_BYTES = 8 << 20
 """Room for the longest prompt at four bytes a character, and the rest of a request."""
 
@@ -52,7 +57,7 @@ def main() -> int:
     try:
         vocabulary = Vocabulary.load(settings.tokenizer, settings.tokenizer_revision, settings.tokenizer_gguf_file)
     except (OSError, ValueError, ImportError) as error:
-        return _give_up(f"TANDEM_TOKENIZER: no tokenizer at {settings.tokenizer!r}: {str(error).splitlines()[0]}")
+        return _give_up(f"TANDEM_TOKENIZER: no tokenizer at {settings.tokenizer!r}: {_first_line(error)}")
     return grpc_server.run(serve(settings, store_config, vocabulary, callers))
 
 
@@ -60,7 +65,7 @@ async def serve(
     settings: OrchestratorConfig, store_config: StoreConfig, vocabulary: Vocabulary, callers: Callers
 ) -> int:
     """Serves until SIGTERM or SIGINT, then drains; returns the exit status."""
-    server = grpc.aio.server(options=grpc_server.server_options(MAX_REQUEST_BYTES))
+    server = make_server(settings)
     health = grpc_server.HealthSwitch(SERVICE)
     await health.attach(server)
     grpc_server.add_reflection(server, SERVICE)
@@ -103,12 +108,21 @@ async def serve(
     # Not server.stop(): what arrives while it runs ends as CANCELLED, which no caller asks again after. Until the process
     # ends, and with it the connections, calls are refused as UNAVAILABLE, which is why it ends inside the event loop.
     await asyncio.gather(asyncio.sleep(LAST_WORDS_SECONDS), *([http.close()] if http is not None else []))
-    await runtime.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STORE_CLOSE_SECONDS):
+            await runtime.close()
     await health.close()
     if traces is not None:
         traces.shutdown()
     log.info("stopped")
     return 0
+
+
+def make_server(settings: OrchestratorConfig) -> grpc.aio.Server:
+    """For the public API. Of a call beyond those that may run and wait, and some more, no message is read: it would be held before
+    anybody looked at it."""
+    most = settings.max_running_requests + settings.max_waiting_requests + SPARE_CALLS
+    return grpc.aio.server(options=grpc_server.server_options(MAX_REQUEST_BYTES), maximum_concurrent_rpcs=most)
 
 
 def _store_config(settings: OrchestratorConfig) -> StoreConfig:
@@ -127,6 +141,10 @@ def _store_config(settings: OrchestratorConfig) -> StoreConfig:
         )
     except ValueError as error:
         raise config.ConfigError(f"TANDEM_REDIS_URL: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _give_up(problem: str) -> int:

@@ -33,12 +33,17 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def capacity(self) -> int:
+        """Requests that can be here at the same time."""
+        return self._max_running + self._max_waiting
+
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Around what has to be done for a request before it can wait, such as encoding its prompt: raises Overloaded where it would
         find no room afterwards, Unavailable when the service is shutting down."""
         self._refuse_when_draining()
-        if self.running + self.waiting + self._planned >= self._max_running + self._max_waiting:
+        if self.running + self.waiting + self._planned >= self.capacity:
             raise self._full()
         self._planned += 1
         try:

@@ -82,7 +82,7 @@ class OrchestratorConfig(ServiceSettings):
         "TANDEM_CALLERS_FILE", "", help="TOML file of those who may call, and their tokens; empty: everybody may"
     )
     num_speculative_tokens: int = whole_number(
-        "TANDEM_NUM_SPECULATIVE_TOKENS", 4, least=0, most=16, help="gamma of requests that don't set it"
+        "TANDEM_NUM_SPECULATIVE_TOKENS", 4, least=0, most=64, help="gamma of requests that don't set it"
     )
     adaptive_speculative_tokens: bool = flag(
         "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS",

@@ -109,7 +109,7 @@ class Decoder:
                 return
             finally:
                 if ahead is not None:
-                    ahead.cancel()
+                    _drop(ahead)
 
     @property
     def epoch(self) -> int:
@@ -203,6 +203,17 @@ class Decoder:
         if finished_round.emitted is not None:
             return finished_round.emitted
         return self._take(finished_round.scored, finished_round.outcome)
+
+
+def _drop(ahead: asyncio.Task[_Scored]) -> None:
+    """Nobody waits for it any more, nor wants to know how it failed."""
+    ahead.cancel()
+    ahead.add_done_callback(_hear)
+
+
+def _hear(ahead: asyncio.Task[_Scored]) -> None:
+    if not ahead.cancelled():
+        ahead.exception()
 
 
 async def _ended(ahead: asyncio.Task[_Scored] | None) -> None:

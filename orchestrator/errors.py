@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DOMAIN = "tandem"
-MAX_MESSAGE_CHARACTERS = 300
+MAX_MESSAGE_BYTES = 300
 
 
 class RequestFailed(Exception):
@@ -21,9 +21,14 @@ class RequestFailed(Exception):
     code = grpc.StatusCode.INTERNAL
 
     def __init__(self, message: str, reason: str, retry_after: float | None = None) -> None:
-        super().__init__(message[:MAX_MESSAGE_CHARACTERS])
+        super().__init__(_cut(message))
         self.reason = reason
         self.retry_after = retry_after
+
+    @property
+    def for_log(self) -> str:
+        """What may be written down of it."""
+        return str(self)
 
     def details(self) -> list[Message]:
         """The google.rpc details of the status."""
@@ -40,10 +45,17 @@ class InvalidArgument(RequestFailed):
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, problem: str) -> None:
+    def __init__(self, field: str, problem: str, *, quotes: bool = False) -> None:
+        """`quotes`: whether the problem may repeat what the field holds, which is the caller's."""
         super().__init__(f"{field}: {problem}", "INVALID_ARGUMENT")
         self.field = field
-        self.problem = problem[:MAX_MESSAGE_CHARACTERS]
+        self.problem = _cut(problem)
+        self._quotes = quotes
+
+    @property
+    def for_log(self) -> str:
+        """Without what is the caller's."""
+        return f"{self.field}: can't be used" if self._quotes else str(self)
 
     def details(self) -> list[Message]:
         """Adds the BadRequest that names the field."""
@@ -97,6 +109,10 @@ class Aborted(RequestFailed):
     """Another call has taken the request over."""
 
     code = grpc.StatusCode.ABORTED
+
+
+def _cut(text: str) -> str:
+    return text.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
 async def abort(context: Context, failure: RequestFailed) -> NoReturn:

@@ -20,7 +20,7 @@ from .completion import Completion, EmittedToken, FinishReason
 from .deadlines import Deadlines
 from .decoder import Decoder
 from .drafting import Drafting
-from .errors import RequestFailed, Unavailable
+from .errors import InvalidArgument, RequestFailed, Unavailable
 from .metered_call import MeteredCall
 from .placement import block_digests
 from .recorder import Recorders, RequestRecorder
@@ -76,7 +76,7 @@ class Generations:
             finish = await generation
             status = "OK"
         except RequestFailed as failure:
-            status, detail = failure.code.name, str(failure)
+            status, detail = failure.code.name, failure.for_log
             raise
         except asyncio.CancelledError:
             status = _cancelled_status(call.seconds_left())
@@ -94,9 +94,12 @@ class Generations:
                 recorder.admitted()
                 # A target must be there before the owner is fenced off.
                 session = await sessions.resume(request, name, self._runtime.limits_of_new)
-                recorder.planned(session.plan, session.model)
+                recorder.planned(session.plan, session.model, again=True)
                 recorder.resumed(len(session.committed) // wire.TOKEN_BYTES, session.offset)
                 return await self._stream(session, call, recorder)
+        if request.n > self._runtime.admission.capacity:
+            # Else one of them would be told to come again, and each time.
+            raise InvalidArgument("n", f"must be at most {self._runtime.admission.capacity}: no more can run and wait")
         limits = self._runtime.limits_of_new()
         if caller.max_tokens_per_request:
             limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, caller.max_tokens_per_request))

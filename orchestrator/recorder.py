@@ -63,11 +63,12 @@ class RequestRecorder:
         self.missed_a_block = False
         """Whether a round had no block although it wanted one, be the round committed or not."""
 
-    def planned(self, plan: GenerationPlan, model: str) -> None:
-        """The request is good."""
+    def planned(self, plan: GenerationPlan, model: str, *, again: bool = False) -> None:
+        """The request is good; `again`: as it was found before, by the call that this one goes on with."""
         self.request_id = plan.request_id
         self._prompt_tokens = plan.prompt_tokens
-        self.metrics.request_planned(plan.prompt_tokens)
+        if not again:
+            self.metrics.request_planned(plan.prompt_tokens)
         if self._root is not None:
             self._root.planned(plan, model)
 

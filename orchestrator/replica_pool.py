@@ -152,7 +152,7 @@ class ReplicaPool(Generic[ItemT, AnswerT]):
         """No answer is no news: what was there is taken to be there still."""
         try:
             found = await resolved(address, self._resolve)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter where the name is none
             if address not in self._unresolved:
                 log.warning("the %s address %s is not resolved: %s", self.role, address, error)
                 self._unresolved.add(address)

@@ -57,7 +57,8 @@ async def check_form(request: api.GenerateRequest, vocabulary: Vocabulary, end_t
         await vocabulary.check_form(form)
     except FormError as error:
         kind = form.WhichOneof("form")
-        raise InvalidArgument(f"structured_output.{kind}" if kind else "structured_output", str(error)) from error
+        field = f"structured_output.{kind}" if kind else "structured_output"
+        raise InvalidArgument(field, str(error), quotes=True) from error
 
 
 async def resolve_sampling(

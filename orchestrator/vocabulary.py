@@ -239,8 +239,12 @@ _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def _defaults(generation_config: dict[str, Any]) -> GenerationDefaults:
-    known = {name: generation_config.get(name) for name in _DEFAULTED}
-    return GenerationDefaults(**{name: value for name, value in known.items() if value is not None})
+    """Raises ValueError."""
+    known = {name: generation_config[name] for name in _DEFAULTED if generation_config.get(name) is not None}
+    for name, value in known.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"the model's generation config: {name} is no number")
+    return GenerationDefaults(**known)
 
 
 def _end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> frozenset[int]:

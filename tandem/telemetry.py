@@ -26,12 +26,13 @@ REQUEST_FIELDS = (
     "degraded",
     "shortened_rounds",
     "benched_drafts",
+    "sampling_changes",
     "queue_seconds",
     "time_to_first_token_seconds",
     "total_seconds",
 )
 """Of the one line at the end of a request."""
-FIELDS = ("request_id", "trace_id", "cache_epoch", *REQUEST_FIELDS)
+FIELDS = ("request_id", "trace_id", "cache_epoch", "config_version", "committed_tokens", *REQUEST_FIELDS)
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS = ("text", "json")
 
@@ -78,7 +79,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_on_one_line(value)}" for name, value in _fields(record).items())
-        line = f"{_utc(record)} {record.levelname:<7} {self._service} {record.name}: {record.getMessage()}{fields}"
+        message = _on_one_line(record.getMessage())  # which may hold a worker's own words
+        line = f"{_utc(record)} {record.levelname:<7} {self._service} {record.name}: {message}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.config import flag, seconds, setting, whole_number
+from tandem.config import address, flag, seconds, whole_number
 from tandem.engine.worker_settings import WorkerSettings
 
 TENSOR_PARALLEL = "TANDEM_TARGET_TENSOR_PARALLEL"
@@ -17,7 +17,7 @@ class TargetConfig(WorkerSettings):
 
     role: ClassVar[str] = "target"
 
-    listen: str = setting(
+    listen: str = address(
         "TANDEM_TARGET_LISTEN", "127.0.0.1:50053", help="host:port to listen on; port 0 takes a free one"
     )
     max_waiting: int = whole_number(

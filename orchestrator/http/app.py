@@ -17,6 +17,7 @@ from ..errors import RequestFailed
 from ..generation import Generations
 from ..recorder import Recorders
 from . import page
+from .body import BodyRoom
 from .failures import HttpFailure, http_failure, internal_failure
 from .generation_endpoint import GenerationEndpoint
 from .served_model import ServedModel
@@ -53,8 +54,9 @@ def build_app(
     async def show(_: Request) -> Response:
         return shown
 
-    completion = GenerationEndpoint("completion", generations, recorders, callers, model)
-    chat = GenerationEndpoint("chat", generations, recorders, callers, model)
+    room = BodyRoom()
+    completion = GenerationEndpoint("completion", generations, recorders, callers, model, room)
+    chat = GenerationEndpoint("chat", generations, recorders, callers, model, room)
     return Starlette(
         routes=[
             Route("/v1/completions", completion, methods=["POST"]),

@@ -15,7 +15,7 @@ from ..callers import Callers
 from ..errors import RequestFailed
 from ..generation import Generations
 from ..recorder import Recorders
-from .body import read_body
+from .body import BodyRoom, read_body
 from .failures import HttpFailure, http_failure
 from .http_call import StreamCall, WholeCall, until_disconnect
 from .inquiry import Inquiry, Kind, read_inquiry
@@ -39,12 +39,14 @@ class GenerationEndpoint:
         recorders: Recorders,
         callers: Callers,
         model: ServedModel,
+        room: BodyRoom,
     ) -> None:
         self._kind = kind
         self._generations = generations
         self._recorders = recorders
         self._callers = callers
         self._model = model
+        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -63,7 +65,7 @@ class GenerationEndpoint:
         try:
             # Nothing is read for a caller who isn't known.
             with self._callers.admit(request.headers.items()):
-                inquiry = await read_body(request, partial(self._checked, request_id=request_id))
+                inquiry = await read_body(request, partial(self._checked, request_id=request_id), self._room)
             self._model.check(inquiry.model)
         except RequestFailed as failure:
             status, found = failure.code.name, http_failure(failure)

@@ -28,7 +28,7 @@ if tonumber(version or 0) ~= tonumber(ARGV[7]) or (tag or '') ~= ARGV[8] then
   -- Each change raises the epoch by two. Another config without it is of a server that went back in time.
   if epoch < base_epoch + 2 or length < base_length then return {'conflict', fence, epoch, length} end
   -- A write, since only what follows one waits for those who have to hold it: what is told here has to last.
-  redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[1])))
+  redis.call('HSET', KEYS[1], 'fence', fence)
   return {'changed', fence, epoch, length}
 end
 local new_length = base_length + #ARGV[5] / 4

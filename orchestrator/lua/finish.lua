@@ -21,7 +21,7 @@ if redis.call('STRLEN', KEYS[2]) ~= length * 4 then return {'lost', fence, epoch
 -- As in commit.
 if tonumber(version or 0) ~= tonumber(ARGV[6]) or (tag or '') ~= ARGV[7] then
   if epoch < tonumber(ARGV[3]) + 2 then return {'conflict', fence, epoch, length} end
-  redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[1])))
+  redis.call('HSET', KEYS[1], 'fence', fence)
   return {'changed', fence, epoch, length}
 end
 if epoch ~= tonumber(ARGV[3]) then return {'conflict', fence, epoch, length} end

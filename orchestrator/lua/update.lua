@@ -22,7 +22,7 @@ local base = tonumber(ARGV[1])
 local in_force = version == base + 1 and request == ARGV[3]
 if in_force or (status == 'running' and version == base and request == ARGV[2] and request == ARGV[3]) then
   -- A write, since only what follows one waits for those who have to hold it: what is told here has to last.
-  redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[1])))
+  redis.call('HSET', KEYS[1], 'fence', fence)
   local outcome = 2
   if tag == ARGV[4] then outcome = 1 end
   return {outcome, version, since}

@@ -224,18 +224,25 @@ async def _load(
     threading.Thread(target=load, name="load", daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((future, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
     if not future.done():
         return None
     try:
         loaded = future.result()
         loaded.engine.start()
-        await loaded.engine.call(loaded.model.lm.self_test)
+        tested = asyncio.ensure_future(loaded.engine.call(loaded.model.lm.self_test))
+        # Of several ranks one may be lost by now, and the test wait for it.
+        await asyncio.wait((tested, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not tested.done():
+            tested.cancel()
+            return None
+        await tested
     except ModelError:
         raise
     except Exception as error:
         logger.exception("loading failed")
         raise ModelError(f"{type(error).__name__}: {error}") from error
+    finally:
+        stopping.cancel()
     return loaded
 
 

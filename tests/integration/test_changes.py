@@ -3,7 +3,9 @@ however often it is changed, and its caller pays for it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from orchestrator import callers, stored_request
 from orchestrator.call import GrpcCall
 from orchestrator.completion import Completion, FinishReason
 from orchestrator.decoder import Decoder
 from orchestrator.drafting import DRAFT, Drafting, DraftingPolicy, DraftPool
-from orchestrator.errors import InvalidArgument, NotFound, Overloaded, RequestFailed
+from orchestrator.errors import InvalidArgument, NotFound, Overloaded, RequestFailed, Unavailable
 from orchestrator.gamma_controller import FixedGamma
 from orchestrator.generation import Generations
 from orchestrator.metrics import Metrics
@@ -29,7 +32,14 @@ from orchestrator.request import GenerationPlan, Limits
 from orchestrator.round_costs import RoundCosts
 from orchestrator.sampling_update import SamplingUpdate
 from orchestrator.session import Session, Sessions
-from orchestrator.session_store import ChangedTooSoon, ConfigChanged, Ownership, SessionStore, StoreConfig
+from orchestrator.session_store import (
+    ChangedTooSoon,
+    ConfigChanged,
+    Ownership,
+    SessionStore,
+    StoreConfig,
+    StoreUnavailable,
+)
 from orchestrator.speed_estimate import SpeedEstimate
 from orchestrator.token_budget import TokenBudget
 from orchestrator.updates import SamplingUpdates
@@ -132,6 +142,62 @@ async def test_what_is_stored_is_emitted_and_what_is_not_is_dropped(
     # No answer to a round that was under way can be taken for one of a round after the change.
     assert known.epoch > max(scoring.epochs)
     await store.delete(ownership)
+
+
+async def test_a_commit_and_a_round_ahead_that_fail_together_fail_once(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task's failure that nobody asks for is a traceback in the log."""
+    ahead_failed = asyncio.Event()
+
+    class Away(Counting):
+        async def verify(self, prefix: Any, epoch: int, *rest: Any) -> list[TargetRow]:
+            if epoch > 0:
+                ahead_failed.set()
+                raise Unavailable("no target", "TARGET_UNAVAILABLE")
+            return await super().verify(prefix, epoch, *rest)
+
+    async def commit(*_: Any) -> None:
+        await ahead_failed.wait()
+        await asyncio.sleep(0)
+        raise StoreUnavailable("no store")
+
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    monkeypatch.setattr(store, "commit", commit)
+    ownership = Ownership("r", 1, b"", 0, 3, (b"", b""))
+    with pytest.raises(StoreUnavailable):
+        async for _ in decoder(store, ownership, Completion(PLAN, lambda ids: "x" * len(ids)), Away()).rounds():
+            raise AssertionError("nothing is committed")
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unheard == []
+
+
+async def test_keys_that_never_expire_outlive_a_change(store: SessionStore, one_redis_server: RedisServer) -> None:
+    """An operator's PERSIST, for example. What is written for those who hold the change must not set a time."""
+    ownership = await store.create("r", b"print", FORMER, PLAN.prompt, "A")
+    async with Redis.from_url(one_redis_server.url) as operator:
+        for key in ownership.keys:
+            assert await operator.persist(key)
+        before = await store.read("r")
+        assert before is not None
+        for _ in range(2):  # the second time, it is in force already
+            await store.update(before, LATTER)
+        with pytest.raises(ConfigChanged):
+            await store.commit(ownership, 0, 3, wire.encode_ids([7]))
+        with pytest.raises(ConfigChanged):
+            await store.finish(ownership, 0, b"")
+        assert [await operator.pttl(key) for key in ownership.keys] == [-1, -1]
+    await store.delete(ownership)
+
+
+def test_a_prompt_is_counted_once_however_often_its_request_is_gone_on_with() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for again in (False, True, True):
+        RequestRecorder("r", metrics, None).planned(PLAN, "m", again=again)
+    assert registry.get_sample_value("tandem_prompt_tokens_total") == 3
 
 
 async def test_a_last_round_that_is_stored_ends_the_request(

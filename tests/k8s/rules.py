@@ -13,6 +13,7 @@ from typing import Any
 
 from draft_service.config import DraftConfig
 from orchestrator.__main__ import CLOSE_SECONDS as REQUESTS_CLOSE_SECONDS
+from orchestrator.__main__ import STORE_CLOSE_SECONDS
 from orchestrator.config import OrchestratorConfig
 from orchestrator.http.body import MAX_BODY_BYTES
 from orchestrator.http.face import CLOSE_SECONDS as HTTP_CLOSE_SECONDS
@@ -38,8 +39,10 @@ MADE_BY_HAND = {"tandem-redis", "tandem-public-tls"}
 """Secrets that docs/operations.md tells an operator to make."""
 PUBLIC_PORTS = [{"port": "grpc"}, {"port": "http"}]
 """Of the orchestrator."""
-CLOSING_SECONDS = round(REQUESTS_CLOSE_SECONDS + HTTP_CLOSE_SECONDS + SPANS_CLOSE_SECONDS)
-"""What an orchestrator needs after its drain, at most. A worker needs less: it has no HTTP."""
+CLOSING_SECONDS = round(REQUESTS_CLOSE_SECONDS + HTTP_CLOSE_SECONDS + STORE_CLOSE_SECONDS + SPANS_CLOSE_SECONDS)
+"""What an orchestrator needs after its drain, at most."""
+WORKER_CLOSING_SECONDS = 10
+"""Calls 1 s, a step that hangs 5 s, other ranks 2 s, spans 2 s."""
 FETCH_SECONDS = 600
 """What an init step that fetches a model may take before a rollout is given up."""
 PARAMETERS = {
@@ -421,8 +424,9 @@ def grace(cluster: Cluster) -> Iterator[str]:
         sleep = container.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         drain = float(cluster.environment(container).get("TANDEM_DRAIN_SECONDS", "nan"))
         given = container.pod["terminationGracePeriodSeconds"]
-        if not sleep + drain + CLOSING_SECONDS < given:
-            yield f"{container.where}: {sleep} s preStop + {drain:g} s drain + {CLOSING_SECONDS} s, but {given} s of grace"
+        closing = CLOSING_SECONDS if container.module == "orchestrator" else WORKER_CLOSING_SECONDS
+        if not sleep + drain + closing < given:
+            yield f"{container.where}: {sleep} s preStop + {drain:g} s drain + {closing} s, but {given} s of grace"
 
 
 @rule

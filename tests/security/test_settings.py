@@ -250,6 +250,8 @@ async def test_a_prompt_is_paid_for_once_though_its_caller_cancels_and_comes_bac
     recorders = SimpleNamespace(begin=lambda *_: MagicMock())
     generations = Generations(runtime, recorders)  # type: ignore[arg-type]
     request = api.GenerateRequest(request_id="r", token_ids=api.TokenIds(ids=range(7)), n=completions)
+    with pytest.raises(InvalidArgument, match=r"^n: must be at most 8"):
+        await generations.run(api.GenerateRequest(token_ids=api.TokenIds(ids=[7]), n=9), Sink())
     first = asyncio.create_task(generations.run(request, Sink()))
     begun = asyncio.create_task(sessions.all_begun.wait())
     await asyncio.wait({first, begun}, timeout=60, return_when=asyncio.FIRST_COMPLETED)

@@ -60,6 +60,7 @@ def test_a_finished_request_leaves_one_complete_line_and_one_for_each_round(obse
     ("fields", "status"),
     [
         ({"max_tokens": 0}, "INVALID_ARGUMENT"),
+        ({"structured_output": {"regex": "(secret"}}, "INVALID_ARGUMENT"),
         ({"token_offset": 1}, "NOT_FOUND"),
         ({"max_tokens": 400, "ignore_eos": True}, "CANCELLED"),
     ],
@@ -76,5 +77,6 @@ def test_so_does_one_that_is_refused_or_cancelled(observed: Observed, fields: di
     line = ended(lines_of(observed, trace_id))
     assert (line["request_id"], line["status"]) == (f"ends-{status}", status)
     assert "finish_reason" not in line
+    assert "secret" not in json.dumps(line)
     assert ("error" in line) == (status in ("INVALID_ARGUMENT", "NOT_FOUND"))
     assert line["total_seconds"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from orchestrator.callers import Callers
 from orchestrator.errors import Aborted, Overloaded, RequestFailed, Unavailable
 from orchestrator.http import generation_endpoint
 from orchestrator.http.app import build_app
+from orchestrator.http.body import BodyRoom
 from tandem.v1 import orchestrator_pb2 as api
 
 Play = Callable[[Any], Awaitable[None]]
@@ -107,14 +109,15 @@ async def test_a_fault_of_our_own_tells_nothing_of_itself() -> None:
     assert "secret" not in answer.text
 
 
-async def test_a_good_answer_ends_as_it_should() -> None:
-    async def play(call: Any) -> None:
-        await call.write(START)
-        await call.write(FINISH)
+async def plays_well(call: Any) -> None:
+    await call.write(START)
+    await call.write(FINISH)
 
-    answer = await post(play)
+
+async def test_a_good_answer_ends_as_it_should() -> None:
+    answer = await post(plays_well)
     assert answer.json()["choices"][0]["text"] == "The end"
-    streamed = await post(play, stream=True)
+    streamed = await post(plays_well, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
 
@@ -153,6 +156,37 @@ async def exchange(play: Play, messages: list[dict[str, Any]], wait: asyncio.Eve
 
 
 BODY = {"type": "http.request", "body": b'{"prompt": "p"}', "more_body": False}
+
+
+async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.http.app.BodyRoom", partial(BodyRoom, 20))
+    recorded = Recorded()
+    served = application(plays_well, recorded)
+    beginning = {"type": "http.request", "body": b'{"prompt": "', "more_body": True}
+    end = {"type": "http.request", "body": b'p"}', "more_body": False}
+
+    async def status(inbox: asyncio.Queue[dict[str, Any]]) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await served(dict(SCOPE), inbox.get, send)
+        return int(sent[0]["status"])
+
+    first, second, third = (asyncio.Queue[dict[str, Any]]() for _ in range(3))
+    for inbox in (first, second):
+        inbox.put_nowait(beginning)
+    slow = asyncio.create_task(status(first))
+    while not first.empty():  # then its bytes are held
+        await asyncio.sleep(0)
+    assert await status(second) == 429
+    assert recorded.ended == ["RESOURCE_EXHAUSTED"]
+    first.put_nowait(end)
+    assert await slow == 200
+    for part in (beginning, end):
+        third.put_nowait(part)
+    assert await status(third) == 200
 
 
 async def test_a_caller_that_leaves_cancels_its_request_and_is_sent_nothing() -> None:

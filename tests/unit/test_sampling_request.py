@@ -107,6 +107,19 @@ def test_a_bad_word_is_banned_at_a_words_start_and_after_a_space(vocabulary: Voc
     assert vocabulary.decode(spaced) == " x"
 
 
+@pytest.mark.parametrize("regex", ["(secret", "(\U00013000" * 200])
+async def test_what_is_wrong_with_a_form_is_for_its_caller_alone(vocabulary: Vocabulary, regex: str) -> None:
+    """Its words repeat the form; and they are bounded in bytes, not in characters."""
+    with pytest.raises(InvalidArgument) as refusal:
+        await plan(vocabulary, structured_output={"regex": regex})
+    assert regex[1] in str(refusal.value)
+    assert refusal.value.for_log == "structured_output.regex: can't be used"
+    assert sum(detail.ByteSize() for detail in refusal.value.details()) + len(str(refusal.value).encode()) < 800
+    with pytest.raises(InvalidArgument) as refusal:
+        await plan(vocabulary, temperature=-1.0)
+    assert refusal.value.for_log == str(refusal.value)
+
+
 async def test_bad_words_of_more_ids_than_the_workers_take_are_refused_by_name(vocabulary: Vocabulary) -> None:
     longest = await plan(vocabulary, bad_words=["\U00013000" * 256])  # four bytes each, and a space before them
     assert {len(word.ids) for word in longest.sampling.bad_words} == {1024, 1025}

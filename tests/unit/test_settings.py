@@ -42,6 +42,8 @@ NEEDED = {
             (DraftConfig, "TANDEM_DRAFT_METRICS_LISTEN", value, "host:port")
             for value in ("h:70000", "9090", ":x", "h:²")
         ),
+        (DraftConfig, "TANDEM_DRAFT_LISTEN", "50052", "host:port"),
+        (TargetConfig, "TANDEM_TARGET_LISTEN", "127.0.0.1:70000", "host:port"),
         (TargetConfig, "TANDEM_TARGET_HEALTH_LISTEN", "127.0.0.1:70000", "host:port"),
         (OrchestratorConfig, "TANDEM_ORCHESTRATOR_METRICS_LISTEN", "host:99999", "host:port"),
         (OrchestratorConfig, "TANDEM_DRAFT_ADDRESSES", "host", ""),

@@ -326,6 +326,12 @@ def test_a_chat_begins_with_one_bos_whatever_its_messages_hold() -> None:
     assert vocabulary.encode_text("<s>ab") == vocabulary.encode_text("ab") == [bos, *vocabulary.encode_text("ab")[1:]]
 
 
+@pytest.mark.parametrize("value", ["0.7", [0.7], {}])
+def test_defaults_of_the_model_that_are_no_numbers_are_refused_in_words(value: object) -> None:
+    with pytest.raises(ValueError, match="generation config: temperature is no number"):
+        Vocabulary(_llama_like(["a"]), {"temperature": value})
+
+
 def test_threads_that_encode_at_once_read_special_token_text_each_their_own_way() -> None:
     """How it is read is a state of the tokenizer underneath: one that both shared gave some of them the other's reading."""
     vocabulary = Vocabulary(_llama_like([*"abersu:<>"], TURNS), {})

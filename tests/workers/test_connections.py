@@ -231,6 +231,14 @@ async def test_a_worker_that_is_gone_is_not_refused_any_more(monkeypatch: pytest
     assert changes == ["of another vocabulary", ""]
 
 
+async def test_a_name_that_can_be_none_keeps_no_other_from_being_resolved() -> None:
+    pool = TargetPool(("gr\u00f6\u00dfe..svc:1", "localhost:2"), TARGET, lambda _: None, lambda: None)
+    try:
+        await until(lambda: len(pool.replicas) == 1)
+    finally:
+        await pool.close()
+
+
 async def test_a_stream_that_fails_again_and_again_is_told_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

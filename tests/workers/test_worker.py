@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -126,6 +127,32 @@ async def test_a_model_that_loads_but_does_not_run(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().err.splitlines()
     assert "error: TANDEM_TARGET_MODEL: RuntimeError: device-side assert" in lines
     assert "error: TANDEM_TARGET_MODEL: no such model" in lines
+
+
+async def test_a_worker_that_is_told_to_stop_does_not_wait_for_its_first_forward() -> None:
+    """Which may never end where one of several ranks is lost."""
+    lm, began, ends = over_slots(random_model()), threading.Event(), threading.Event()
+    engines: list[Engine[Any]] = []
+
+    def self_test() -> None:
+        began.set()
+        ends.wait(60)
+
+    def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
+        lm.self_test = self_test  # type: ignore[method-assign]
+        engines.append(Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death))
+        return Loaded(SimpleNamespace(name="test", lm=lm), engines[0])  # type: ignore[arg-type]
+
+    worker = asyncio.create_task(serve(Config(f"127.0.0.1:{free_port()}"), spec(load)))
+    try:
+        assert await asyncio.to_thread(began.wait, 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done, _ = await asyncio.wait({worker}, timeout=30)
+        assert done
+        assert worker.result() == 0
+    finally:
+        ends.set()
+        engines[0].stop()
 
 
 async def answers(call: Any, item: Any) -> list[Any]:
