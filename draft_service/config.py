@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from tandem.config import ConfigError, address, choice, flag, share, whole_number
-from tandem.engine.worker_settings import WorkerSettings
+from tandem.engine.worker_settings import OFF, WorkerSettings
 
 if TYPE_CHECKING:
     from tandem.engine.loading import ModelOptions
@@ -74,6 +74,7 @@ class DraftConfig(WorkerSettings):
             "GGUF_FILE": self.gguf_file,
             "DEVICE": "" if self.device in ("auto", "cpu") else self.device,
             "DTYPE": "" if self.dtype == "auto" else self.dtype,
+            "COMPILE": "" if self.compile == OFF else self.compile,
         }
         for name, value in asked.items():
             if value:

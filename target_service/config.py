@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.config import address, flag, seconds, whole_number
-from tandem.engine.worker_settings import WorkerSettings
+from tandem.config import ConfigError, address, flag, seconds, whole_number
+from tandem.engine.worker_settings import OFF, WorkerSettings
 
 TENSOR_PARALLEL = "TANDEM_TARGET_TENSOR_PARALLEL"
 
@@ -16,6 +16,7 @@ class TargetConfig(WorkerSettings):
     """Scores blocks of draft tokens."""
 
     role: ClassVar[str] = "target"
+    verifies: ClassVar[bool] = True
 
     listen: str = address(
         "TANDEM_TARGET_LISTEN", "127.0.0.1:50053", help="host:port to listen on; port 0 takes a free one"
@@ -42,3 +43,11 @@ class TargetConfig(WorkerSettings):
         False,
         help="let a step wait a moment for requests that are about to come back, where that pays",
     )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what a model in parts can't do."""
+        if self.tensor_parallel > 1 and self.compile != OFF:
+            raise ConfigError(
+                f"TANDEM_TARGET_COMPILE={self.compile} is for a model in one process: {TENSOR_PARALLEL} is "
+                f"{self.tensor_parallel}"
+            )

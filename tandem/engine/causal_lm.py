@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.engine.compiled_steps import CompiledSteps
 from tandem.engine.faults import PieceNotFinite
 from tandem.engine.feed import Feed
-from tandem.engine.slot_cache import LayerShape, SlotCache, StepView
+from tandem.engine.slot_cache import LayerShape, SlotCache
+from tandem.engine.step_shapes import StepShape
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -41,9 +43,13 @@ class CausalLM:
         self.cache = cache
         self.padded_vocabulary_size = padded_vocabulary_size
         self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
         # Eager attention adds its mask to the scores: a boolean one would be added as 0 and 1, silently.
         self._additive_mask = model.config._attn_implementation == "eager"
-        self._columns = torch.arange(cache.columns, device=self.device)
+        self.columns = torch.arange(cache.columns, device=self.device)
+        """The numbers of the columns, of which a forward looks at the first."""
+        self.compiled: CompiledSteps | None = None
+        """What runs the steps of fixed shapes, if anything does."""
 
     @property
     def slots(self) -> int:
@@ -63,27 +69,57 @@ class CausalLM:
         in rising order are the fast case. Raises PieceNotFinite where a piece of a prefill, whose logits nobody reads,
         left keys and values that aren't numbers: they would outlast their request, as a prefix for others to share.
         """
-        batch = len(feeds)
-        width = max(feed.token_ids.size for feed in feeds)
-        packed, columns = self._pack(feeds, width)
+        compiled = self.compiled
+        shape = compiled.shape_for(feeds) if compiled is not None else None
+        if compiled is None or shape is None:
+            return self.forward_as_it_is(feeds)
+        return self.forward_in(shape, feeds)
+
+    @torch.inference_mode()
+    def forward_in(self, shape: StepShape, feeds: Sequence[Feed]) -> torch.Tensor:
+        """The same, in a prepared shape that holds the feeds."""
+        assert self.compiled is not None
+        at = [feed.slot for feed in feeds]
+        logits = self.compiled.run(shape, self._pack(feeds, at, np.arange(shape.rows), shape.width))
+        _check_pieces(logits, feeds, at)
+        return _wanted_rows(logits, feeds, at)
+
+    @torch.inference_mode()
+    def forward_as_it_is(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """The same, not compiled: no larger than these feeds need."""
+        batch, width = len(feeds), max(feed.token_ids.size for feed in feeds)
+        at = range(batch)
+        packed = self._pack(feeds, at, np.array([feed.slot for feed in feeds]), width)
         on_device = torch.from_numpy(packed).to(self.device, non_blocking=True)
-        cells = on_device[: 3 * batch * width].view(3, batch, width)
-        token_ids, positions = cells[0], cells[1]
-        slots = _as_slice(feeds)
-        self.cache.begin(
-            StepView(cells[2].reshape(-1), on_device[3 * batch * width :] if slots is None else slots, columns)
-        )
+        columns = max(feed.start + feed.token_ids.size for feed in feeds)
         keep = max(1, *(feed.rows for feed in feeds))
+        slots = _as_slice(feeds)
+        logits = self.run(
+            on_device[: 3 * batch * width].view(3, batch, width),
+            on_device[3 * batch * width :] if slots is None else slots,
+            self.columns[:columns],
+            keep,
+        )
+        _check_pieces(logits, feeds, at)
+        whole = all(feed.rows == keep for feed in feeds)
+        return (logits.flatten(0, 1) if whole else _wanted_rows(logits, feeds, at)).float()
+
+    def run(self, cells: torch.Tensor, slots: slice | torch.Tensor, held: torch.Tensor, keep: int) -> torch.Tensor:
+        """The forward itself: ids, positions and store rows [3, batch, width], the slots [batch], and the columns that are
+        looked at. Returns the logits of the last `keep` tokens of each row, 0: of all."""
+        token_ids, positions = cells[0], cells[1]
+        self.cache.begin(cells[2].reshape(-1), slots, held.shape[0])
         output = self._model(
             input_ids=token_ids,
-            attention_mask=self._mask(positions, columns),
+            attention_mask=self._mask(positions, held),
             position_ids=positions,
             cache=self.cache,
             use_cache=True,
             logits_to_keep=keep,
         )
-        _check_pieces(output.logits, feeds)
-        return _wanted_rows(output.logits, feeds, keep).float()
+        self.cache.end()
+        logits: torch.Tensor = output.logits
+        return logits
 
     @torch.inference_mode()
     def copy_tokens(self, source: int, target: int, start: int, end: int) -> None:
@@ -106,15 +142,18 @@ class CausalLM:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._model(input_ids=token, use_cache=False).logits.cpu()
 
-    def _pack(self, feeds: Sequence[Feed], width: int) -> tuple[NDArray[np.int64], int]:
-        """Ids, positions and store rows [3, batch, width], then the slots [batch], in one buffer: one transfer."""
-        batch = len(feeds)
+    def _pack(
+        self, feeds: Sequence[Feed], at: Sequence[int], slots: NDArray[np.int64], width: int
+    ) -> NDArray[np.int64]:
+        """Ids, positions and store rows [3, batch, width], then the slots [batch], in one buffer: one transfer. Feed i is row
+        at[i]; a row of no feed is padding alone."""
+        batch = slots.size
         packed = np.empty(3 * batch * width + batch, dtype=np.int64)
         token_ids, positions, write = packed[: 3 * batch * width].reshape(3, batch, width)
-        slots = packed[3 * batch * width :]
-        slots[:] = [feed.slot for feed in feeds]
-        starts = np.array([feed.start for feed in feeds])
-        sizes = np.array([feed.token_ids.size for feed in feeds])
+        packed[3 * batch * width :] = slots
+        starts, sizes = np.zeros((2, batch), dtype=np.int64)
+        starts[at] = [feed.start for feed in feeds]
+        sizes[at] = [feed.token_ids.size for feed in feeds]
         # Padding repeats the first position, which is always visible to itself: no row of the mask is empty.
         offsets = np.arange(width) - (width - sizes)[:, None]
         real = offsets >= 0
@@ -123,13 +162,12 @@ class CausalLM:
         write[:] = np.where(real, positions, self.cache.trash)
         write += slots[:, None] * self.cache.columns
         token_ids[:] = 0
-        token_ids[real] = np.concatenate([feed.token_ids for feed in feeds])
-        return packed, int((starts + sizes).max())
+        token_ids[real] = np.concatenate([feeds[index].token_ids for index in np.argsort(at)])
+        return packed
 
-    def _mask(self, positions: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(self, positions: torch.Tensor, held: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """True where a query may look, [batch, 1, width, columns]; one for each layer type if they differ."""
         seen_from = positions[:, None, :, None]
-        held = self._columns[:columns]
         masks = {FULL: held <= seen_from}
         if self._pattern.window is not None:
             masks[SLIDING] = masks[FULL] & (held > seen_from - self._pattern.window)
@@ -139,7 +177,7 @@ class CausalLM:
         return masks[types[0]] if len(types) == 1 else masks
 
     def _additive(self, mask: torch.Tensor) -> torch.Tensor:
-        dtype = self._model.dtype
+        dtype = self.dtype
         return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
@@ -155,18 +193,19 @@ def _as_slice(feeds: Sequence[Feed]) -> slice | None:
     return None
 
 
-def _check_pieces(logits: torch.Tensor, feeds: Sequence[Feed]) -> None:
+def _check_pieces(logits: torch.Tensor, feeds: Sequence[Feed], at: Sequence[int]) -> None:
     """What is not a number among the keys and values of a piece is seen by its last token, so by that one's logits, but for
     the keys of a sliding layer whose window is smaller than the piece."""
-    pieces = [index for index, feed in enumerate(feeds) if not feed.rows]
+    pieces = [row for row, feed in zip(at, feeds, strict=True) if not feed.rows]
     # Less than infinity is any number, and minus infinity, which some models have for ids that no token has.
     if pieces and not bool((logits[pieces, -1] < torch.inf).all()):
         raise PieceNotFinite("a piece of a prefill gave logits that are not finite")
 
 
-def _wanted_rows(logits: torch.Tensor, feeds: Sequence[Feed], keep: int) -> torch.Tensor:
-    flat = logits.reshape(-1, logits.shape[-1])
-    if all(feed.rows == keep for feed in feeds):
-        return flat
-    wanted = [index * keep + keep - feed.rows + row for index, feed in enumerate(feeds) for row in range(feed.rows)]
-    return flat.index_select(0, torch.tensor(wanted, dtype=torch.int64).to(flat.device, non_blocking=True))
+def _wanted_rows(logits: torch.Tensor, feeds: Sequence[Feed], at: Sequence[int]) -> torch.Tensor:
+    """A copy of the wanted ones among logits [batch, rows, vocabulary], feed after feed."""
+    keep = logits.shape[1]
+    ends = [(row + 1) * keep for row in at]
+    wanted = [end - feed.rows + row for end, feed in zip(ends, feeds, strict=True) for row in range(feed.rows)]
+    rows = torch.tensor(wanted, dtype=torch.int64).to(logits.device, non_blocking=True)
+    return logits.flatten(0, 1).index_select(0, rows)

@@ -22,6 +22,7 @@ from typing import Any, Generic
 
 import torch
 
+from tandem.engine.compiled_steps import CompileStats
 from tandem.engine.draft_stats import DraftStats
 from tandem.engine.faults import ItemFault, invalid
 from tandem.engine.gathering import Gathering
@@ -78,6 +79,7 @@ class EngineStats:
     """Padded tokens that a forward of several items may have: falls where the memory turns out too small."""
     ahead: AheadStats = field(default_factory=AheadStats)
     draft: DraftStats = field(default_factory=DraftStats)
+    compiled: CompileStats = field(default_factory=CompileStats)
     forms: FormStats = field(default_factory=FormStats)
 
 

@@ -10,6 +10,11 @@ MAX_MESSAGE_CHARACTERS = 200
 class ModelError(Exception):
     """A model can't be loaded or can't be served by this engine; one line that says why."""
 
+    def __init__(self, problem: str, variable: str = "") -> None:
+        """`variable` names the setting at fault, where it isn't the model."""
+        super().__init__(problem)
+        self.variable = variable
+
 
 class PieceNotFinite(ArithmeticError):
     """A piece of a prefill left keys and values that aren't numbers; the forward itself was run to its end."""

@@ -17,8 +17,9 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from tandem import model_info
-from tandem.engine import forward_cost
+from tandem.engine import compiled_steps, forward_cost
 from tandem.engine.causal_lm import FULL, SLIDING, AttentionPattern, CausalLM, layer_shapes
+from tandem.engine.compiled_steps import CompiledSteps, CompileOptions, CompileStats
 from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import ForwardCost
@@ -27,6 +28,7 @@ from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.rank_group import LeadingLM, RankGroup, RankLost
 from tandem.engine.ranks import ALONE, Ranks
 from tandem.engine.slot_cache import SlotCache
+from tandem.engine.step_shapes import StepShape, StepShapes
 from tandem.structured_output import FormError, Forms
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class ModelOptions:
     """Memory for the KV cache; 0: 2 GiB on a CPU, most of what the model leaves free on a GPU. Each rank has as much."""
     ranks: Ranks = ALONE
     """The processes that share the model."""
+    compiled: CompileOptions | None = None
+    """How the steps that are no prefill are prepared; None: they run as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class ServedModel:
     """None where the tokenizer can't be used for them."""
     group: RankGroup | None = None
     """The ranks that this one leads."""
+    compile_stats: CompileStats | None = None
+    """Of what was prepared, if anything was."""
 
     def end(self, *, stopped: bool) -> None:
         """Lets the other ranks end, if there are any; `stopped` says that the engine's thread has ended."""
@@ -133,6 +139,7 @@ def _load_to_serve(options: ModelOptions) -> ServedModel:
         forward_cost=_measure_forward(lm),
         forms=_forms(loaded.tokenizer),
         group=group,
+        compile_stats=loaded.lm.compiled.stats if loaded.lm.compiled is not None else None,
     )
 
 
@@ -149,6 +156,8 @@ def _load(options: ModelOptions) -> _OverSlots:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = _device(options.device, options.ranks)
+    if options.compiled is not None:
+        compiled_steps.check_device(options.compiled, device)
     if device.type == "cpu":
         # transformers repeats keys and values for grouped-query attention unless told otherwise, at each call; here
         # that is 2.4 times slower, with the same bits. On a GPU the other way would miss the fast kernels.
@@ -172,10 +181,14 @@ def _load(options: ModelOptions) -> _OverSlots:
         options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
-    if group is None and packing_supported(model):
+    # Neither tensor parallelism nor inductor knows what to do with that layout.
+    inductor = options.compiled is not None and options.compiled.inductor
+    if group is None and not inductor and packing_supported(model):
         logger.info("%d linear layers laid out for small batches", pack_linear_layers(model))
     lm = CausalLM(model, pattern, cache, padded)
     _check_against_model(model, lm)
+    if options.compiled is not None:
+        _prepare_steps(lm, options.compiled)
     return _OverSlots(model, tokenizer, lm, group)
 
 
@@ -357,18 +370,26 @@ def _context_length(options: ModelOptions, config: Any, bytes_per_token: int, de
                 f"context length {options.context_length} is beyond the {own} tokens that the model allows"
             )
         return options.context_length
-    memory = options.kv_memory_bytes or _default_kv_memory(device)
+    memory = options.kv_memory_bytes or _default_kv_memory(device, _buffer_bytes(options, config))
     affordable = memory // (bytes_per_token * (options.slots + options.extra_slots)) - 1
     if affordable < 1:
         raise ModelError(f"KV memory of {memory} bytes holds no token for each of the {options.slots} slots")
     return min(own, affordable) if own else affordable
 
 
-def _default_kv_memory(device: torch.device) -> int:
+def _default_kv_memory(device: torch.device, reserved: int) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(_GPU_KV_SHARE * free)
+        return int(_GPU_KV_SHARE * max(0, free - reserved))
     return _CPU_KV_BYTES
+
+
+def _buffer_bytes(options: ModelOptions, config: Any) -> int:
+    """Of the prepared steps, at most."""
+    if options.compiled is None:
+        return 0
+    slots = options.slots + options.extra_slots
+    return compiled_steps.most_buffer_bytes(options.compiled, slots, int(config.vocab_size))
 
 
 def _model_context(config: Any) -> int:
@@ -407,13 +428,52 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
     except Exception as error:
         raise ModelError(f"model type {model.config.model_type!r} can't use the cache: {_one_line(error)}") from error
     wanted = torch.cat([expected[first:], expected[-1:]])[: logits.shape[0]]
-    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    difference = float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
-    if not difference <= tolerance:
+    difference = _difference(logits, wanted)
+    if not difference <= _tolerance(lm):
         raise ModelError(
             f"model type {model.config.model_type!r} gives other logits over the slot cache (relative difference "
             f"{difference:.2g}): it doesn't follow the positions and masks it is given"
         )
+
+
+def _prepare_steps(lm: CausalLM, options: CompileOptions) -> None:
+    """Gives the model its prepared steps, each of which must give the logits of the forward as it is."""
+    shapes = StepShapes(lm.cache.slots, options.longest_feed, options.longest_rows, lm.max_length)
+    lm.compiled = CompiledSteps(lm.run, lm.columns, shapes, lm.padded_vocabulary_size, options)
+    tokens = np.random.default_rng(0)
+
+    def check(shape: StepShape) -> None:
+        sizes = [1 + (shape.width - 1 + slot) % shape.width for slot in range(shape.rows)]
+        feeds = [
+            Feed(
+                slot,
+                shape.columns - size,
+                tokens.integers(0, lm.padded_vocabulary_size, size, dtype=np.uint32),
+                min(size, options.longest_rows),
+            )
+            for slot, size in enumerate(sizes)
+        ]
+        logits, expected = (
+            lm.forward_in(shape, feeds),
+            lm.forward_as_it_is(feeds),
+        )  # the second would mend a false store
+        difference = _difference(logits, expected)
+        if not difference <= _tolerance(lm):
+            raise ArithmeticError(f"{shape} gives other logits (relative difference {difference:.2g})")
+
+    lm.cache.fill_with_noise()
+    lm.compiled.prepare(check)
+    for slot in range(lm.cache.slots):
+        lm.clear_slot(slot)
+
+
+def _tolerance(lm: CausalLM) -> float:
+    return 1e-3 if lm.dtype == torch.float32 else 5e-2
+
+
+def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative to the largest one."""
+    return float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
 
 
 def _measure_forward(lm: RaggedModel) -> ForwardCost:

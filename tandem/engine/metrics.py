@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from tandem.engine.compiled_steps import CompileStats
     from tandem.engine.draft_stats import DraftStats
     from tandem.engine.engine import EngineStats
     from tandem.engine.idle import AheadStats
@@ -75,6 +76,7 @@ class EngineCollector(Collector):
             "tandem_prefix_cache_hit_sessions", "Sessions that began with such tokens", stats.shared_sessions
         )
         yield CounterMetricFamily("tandem_failed_forwards", "Forwards that raised", stats.failed_forwards)
+        yield from _compiled(stats.compiled)
         yield from _ahead(stats.ahead)
         yield from _draft(stats.draft)
         yield CounterMetricFamily(
@@ -94,6 +96,15 @@ def _refused(stats: WaitingStats) -> Metric:
     refused.add_metric(["late"], stats.late)
     refused.add_metric(["gave_way"], stats.gave_way)
     return refused
+
+
+def _compiled(stats: CompileStats) -> Iterable[Metric]:
+    yield GaugeMetricFamily("tandem_compiled_shapes", "Shapes of forwards prepared before serving", stats.shapes)
+    yield CounterMetricFamily("tandem_compiled_forwards", "Forwards run in one of these shapes, padded", stats.forwards)
+    compilations = CounterMetricFamily("tandem_compilations", "Graphs compiled for them, by when", labels=["when"])
+    compilations.add_metric(["start"], stats.compilations)
+    compilations.add_metric(["serving"], stats.late_compilations)
+    yield compilations
 
 
 def _ahead(stats: AheadStats) -> Iterable[Metric]:

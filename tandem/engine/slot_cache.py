@@ -31,16 +31,16 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True, slots=True)
 class StepView:
-    """Which part of the stores one forward writes and reads; set by the engine before each forward."""
+    """Which part of the stores one forward writes and reads: set before it, and seen by all layers."""
 
-    write: torch.Tensor
-    """Row of the store, slot * columns + column, for each token of the padded batch: int64 [batch * width]."""
-    slots: slice | torch.Tensor
-    """The slots of the batch in order: a slice where they are adjacent (read without a copy), else int64 [batch]."""
-    columns: int
-    """Columns to read: the longest session of the batch, this forward's tokens included."""
+    def __init__(self) -> None:
+        self.write: torch.Tensor | None = None
+        """Row of the store, slot * columns + column, for each token of the padded batch: int64 [batch * width]."""
+        self.slots: slice | torch.Tensor = slice(0)
+        """The slots of the batch in order: a slice where they are adjacent (read without a copy), else int64 [batch]."""
+        self.columns = 0
+        """Columns to read: the longest session of the batch, this forward's tokens included."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -48,11 +48,11 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, view: StepView) -> None:
         super().__init__()
         self.keys = keys
         self.values = values
-        self.view: StepView | None = None
+        self._view = view
         self.is_initialized = True
 
     def update(
@@ -60,16 +60,14 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the states of the step, [batch, heads, width, dim], and returns all that its queries may see,
         [batch, heads, columns, dim]."""
-        view = self.view
-        assert view is not None
-        return _store(self.keys, key_states, view), _store(self.values, value_states, view)
+        return _store(self.keys, key_states, self._view), _store(self.values, value_states, self._view)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: stores are allocated at once."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Columns and offset of the keys; the engine passes its own mask, models may still ask."""
-        return (self.view.columns if self.view is not None else 0), 0
+        return self._view.columns, 0
 
     def get_seq_length(self) -> int:
         """0: sessions differ in length, so positions are always given per token."""
@@ -81,6 +79,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def _store(store: torch.Tensor, states: torch.Tensor, view: StepView) -> torch.Tensor:
+    assert view.write is not None
     batch, heads, width, dim = states.shape
     rows = states.transpose(1, 2).reshape(batch * width, heads, dim)
     store.view(-1, heads, dim).index_copy_(0, view.write, rows)
@@ -110,12 +109,16 @@ class SlotCache(Cache):
         each = {size: iter(store) for size, store in self._stores.items()}
         stores = [next(each[size]) for size in sizes]
         self.layers: list[SlotLayer]
-        super().__init__(layers=[SlotLayer(*pair) for pair in zip(stores[::2], stores[1::2], strict=True)])
+        self._view = StepView()
+        super().__init__(layers=[SlotLayer(*pair, self._view) for pair in zip(stores[::2], stores[1::2], strict=True)])
 
-    def begin(self, view: StepView) -> None:
-        """Points all layers at the part of the stores that the next forward uses."""
-        for layer in self.layers:
-            layer.view = view
+    def begin(self, write: torch.Tensor, slots: slice | torch.Tensor, columns: int) -> None:
+        """Points all layers at the part of the stores that the forward uses: see StepView."""
+        self._view.write, self._view.slots, self._view.columns = write, slots, columns
+
+    def end(self) -> None:
+        """The forward is over. What a compiler has traced then leaves nothing behind that would have to be made."""
+        self._view.write, self._view.slots, self._view.columns = None, slice(0), 0
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copies columns of one slot to another."""
@@ -126,6 +129,11 @@ class SlotCache(Cache):
         """Zeroes a slot, as all are at first."""
         for store in self._stores.values():
             store[:, slot].zero_()
+
+    def fill_with_noise(self) -> None:
+        """For checks: whatever is read where it should not be shows."""
+        for store in self._stores.values():
+            store.normal_()
 
     @property
     def memory_bytes(self) -> int:

@@ -190,7 +190,7 @@ async def serve(config: WorkerConfig, spec: WorkerSpec, observer: WorkerObserver
         if not state.closed:
             await _drain(state, loaded, health, config.drain_seconds)
     except ModelError as error:
-        return _give_up(f"{spec.model_variable}: {error}")
+        return _give_up(f"{error.variable or spec.model_variable}: {error}")
     finally:
         await asyncio.gather(server.stop(_CLOSE_SECONDS), health.close())
         if state.loaded is not None:

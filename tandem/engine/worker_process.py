@@ -102,6 +102,8 @@ def main(worker: Worker[Any]) -> int:
         )
         if prepared.stats is not None:
             engine.stats.draft = prepared.stats
+        if prepared.model.compile_stats is not None:
+            engine.stats.compiled = prepared.model.compile_stats
         if prepared.model.group is not None:
             prepared.model.group.watch(partial(_rank_lost, loop, on_death))
         return Loaded(prepared.model, engine, lambda stopped: prepared.model.end(stopped=stopped))

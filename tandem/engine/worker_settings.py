@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tandem.config import choice, flag, seconds, setting, whole_number
 from tandem.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
+    from tandem.engine.compiled_steps import CompileOptions
     from tandem.engine.loading import ModelOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OFF = "off"
+WAYS = (OFF, "inductor", "graphs", "inductor+graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(ServiceSettings):
     """A worker's, by its role."""
+
+    verifies: ClassVar[bool] = False
+    """Whether logits of all tokens of a step are wanted, or those of the last one."""
 
     listen: str
     """Declared by each service, with its own port."""
@@ -70,6 +76,13 @@ class WorkerSettings(ServiceSettings):
         most=64,
         help="longest block of draft tokens, look-ahead not counted",
     )
+    compile: str = choice(
+        "TANDEM_{role}_COMPILE",
+        OFF,
+        WAYS,
+        help="prepare decode and verify steps before serving, in padded shapes: inductor (torch.compile), graphs (CUDA "
+        "graphs), or inductor+graphs",
+    )
     drain_seconds: float = seconds(
         "TANDEM_DRAIN_SECONDS", 10.0, most=3600, help="on SIGTERM, seconds for running requests to end"
     )
@@ -90,4 +103,18 @@ class WorkerSettings(ServiceSettings):
             slots=self.slots,
             context_length=self.context_length,
             kv_memory_bytes=self.kv_memory_mib << 20,
+            compiled=self._compile_options(),
+        )
+
+    def _compile_options(self) -> CompileOptions | None:
+        if self.compile == OFF:
+            return None
+        from tandem.engine.compiled_steps import CompileOptions
+
+        longest = self.max_speculative_tokens + 1
+        return CompileOptions(
+            way=self.compile,
+            variable=f"TANDEM_{self.role.upper()}_COMPILE",
+            longest_feed=longest,
+            longest_rows=longest if self.verifies else 1,
         )

@@ -76,6 +76,7 @@ def test_it_is_so_for_every_text() -> None:
         ("GGUF_FILE", "a.gguf"),
         ("DEVICE", "cuda"),
         ("DTYPE", "float16"),
+        ("COMPILE", "inductor"),
     ],
 )
 def test_what_needs_a_model_is_refused_without_one(name: str, value: str) -> None:

@@ -30,6 +30,7 @@ NEEDED = {
         (TargetConfig, "TANDEM_TARGET_SLOTS", "1.5", "1 to 4096"),
         (TargetConfig, "TANDEM_TARGET_CONTEXT_LENGTH", "-1", "at least 0"),
         (TargetConfig, "TANDEM_TARGET_DTYPE", "int3", "one of auto, float32"),
+        (TargetConfig, "TANDEM_TARGET_COMPILE", "max-autotune", "one of off, inductor, graphs, inductor"),
         (TargetConfig, "TANDEM_DRAIN_SECONDS", "3601", "0 to 3600"),
         (TargetConfig, "TANDEM_DRAIN_SECONDS", "nan", "0 to 3600"),
         (OrchestratorConfig, "TANDEM_DRAFT_TIMEOUT_SECONDS", "0", "more than 0"),
@@ -86,6 +87,13 @@ def test_as_many_ranks_as_are_started(wanted: int, started: dict[str, str]) -> N
         ranks_from(started, wanted, "TANDEM_TARGET_TENSOR_PARALLEL")
     environ = {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     assert ranks_from(environ, 2, "TANDEM_TARGET_TENSOR_PARALLEL") == Ranks(2, 1, 1)
+
+
+def test_what_a_model_in_parts_cannot_do_is_named() -> None:
+    asked = {**NEEDED, "TANDEM_TARGET_COMPILE": "inductor"}
+    assert config.load(TargetConfig, [], asked).compile == "inductor"
+    with pytest.raises(ConfigError, match=r"^TANDEM_TARGET_COMPILE=inductor is for a model in one process"):
+        config.load(TargetConfig, [], {**asked, "TANDEM_TARGET_TENSOR_PARALLEL": "2"})
 
 
 @pytest.mark.parametrize("size", ["", "8", "many"])
