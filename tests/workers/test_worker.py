@@ -57,7 +57,7 @@ def spec_of(lm: CausalLM, ended: list[bool]) -> WorkerSpec:
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         engine = Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death)
-        return Loaded(SimpleNamespace(name="test", lm=lm), engine, ended.append)  # type: ignore[arg-type]
+        return Loaded(SimpleNamespace(name="test", lm=lm, context_length=96), engine, ended.append)  # type: ignore[arg-type]
 
     return spec(load)
 
@@ -117,7 +117,7 @@ async def test_a_model_that_loads_but_does_not_run(capsys: pytest.CaptureFixture
 
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         engine = Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death)
-        return Loaded(SimpleNamespace(name="test", lm=lm), engine)  # type: ignore[arg-type]
+        return Loaded(SimpleNamespace(name="test", lm=lm, context_length=96), engine)  # type: ignore[arg-type]
 
     def refuse(_loop: object, _on_death: object) -> Loaded:
         raise ModelError("no such model")
@@ -141,7 +141,7 @@ async def test_a_worker_that_is_told_to_stop_does_not_wait_for_its_first_forward
     def load(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> Loaded:
         lm.self_test = self_test  # type: ignore[method-assign]
         engines.append(Engine(lm, Verifier(96, 16), loop, limits=StepLimits(), on_death=on_death))
-        return Loaded(SimpleNamespace(name="test", lm=lm), engines[0])  # type: ignore[arg-type]
+        return Loaded(SimpleNamespace(name="test", lm=lm, context_length=96), engines[0])  # type: ignore[arg-type]
 
     worker = asyncio.create_task(serve(Config(f"127.0.0.1:{free_port()}"), spec(load)))
     try:
