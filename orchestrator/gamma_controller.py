@@ -54,6 +54,8 @@ _TRIAL_BUDGET = 0.0125
 bring. A long request can afford one at its beginning, when it gains most by what it learns."""
 _PROMISING = 0.3
 """Accepted tokens beyond what was foreseen that make a trial worth another one soon."""
+_LEAST_WORTH = 1e-6
+"""Of a token that costs nothing: 0 would say that it isn't known."""
 _HIGHEST = 0.995
 
 
@@ -230,7 +232,7 @@ class AdaptiveGamma:
         self._longest = longest
         self._gamma = min(_FIRST_BLOCK, longest)
         self._interval = _FIRST_INTERVAL
-        self._since_trial = _FIRST_INTERVAL
+        self._since_trial = 0
         self._rounds = 0
         self._trials_lost = 0.0
         """Seconds that trials were expected to cost beyond what they bring."""
@@ -316,7 +318,7 @@ def _worth(rate: float, whole: list[float], acceptance: list[float]) -> float:
     tokens a second: for long the best time to end a renewal's cycle. `whole`: seconds of rounds with whole blocks."""
     token = (whole[-1] - whole[1]) / (len(whole) - 2) if len(whole) > 2 else whole[-1] - whole[0]
     likely = sum(acceptance) / len(acceptance)
-    return min(1.0, max(0.0, rate * token / likely)) if likely > 0.0 else 1.0
+    return min(1.0, max(_LEAST_WORTH, rate * token / likely)) if likely > 0.0 else 1.0
 
 
 def _rates(tokens: list[float], seconds: list[float]) -> list[float]:

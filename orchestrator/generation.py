@@ -152,10 +152,10 @@ class Generations:
         except STORE_FAULTS as fault:
             failure = as_failure(fault)
             if isinstance(fault, StoreFull):
-                await self._give_up(session, call, completion, failure)
+                await self._give_up(session, call, recorder, failure)
             raise failure from fault
         except RequestFailed as failure:
-            await self._give_up(session, call, completion, failure)
+            await self._give_up(session, call, recorder, failure)
             raise
         except asyncio.CancelledError:
             if self._runtime.admission.cut_off:
@@ -166,9 +166,10 @@ class Generations:
             raise
         return completion.finish_reason
 
-    async def _give_up(self, session: Session, call: Call, completion: Completion, failure: RequestFailed) -> None:
+    async def _give_up(self, session: Session, call: Call, recorder: RequestRecorder, failure: RequestFailed) -> None:
         """Told to come again, or ended in mid stream: only what can be resumed is kept."""
-        may_return = call.may_return and completion.length > 0
+        committed = bool(session.committed) or recorder.statistics.completion_tokens > 0
+        may_return = call.may_return and committed
         await asyncio.shield(self._runtime.sessions.abandon(session, may_return=may_return, failure=failure))
 
     async def _start(self, session: Session) -> api.GenerationStart:

@@ -227,8 +227,8 @@ class WorkerSession(Generic[ItemT, AnswerT]):
 
     @property
     def can_move(self) -> bool:
-        """Whether there is another replica to go to."""
-        others = (each for each in self._pool.replicas if each is not self.replica)
+        """Whether there is another replica to go to, which takes this session as far as is known."""
+        others = (each for each in self._pool.replicas if each is not self.replica and each not in self.refusing)
         return any(each.ready and each.bench.usable and not each.leaving for each in others)
 
     @property

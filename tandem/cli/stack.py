@@ -26,6 +26,7 @@ from tandem.cli.state import RunningService, StackState, StateFile
 
 DEFAULT_DRAIN_SECONDS = 20.0
 """The orchestrator's; a worker's is shorter."""
+LONGEST_DRAIN_SECONDS = 3600.0
 CLOSING_SECONDS = 12.0
 """What a service takes at most to end once it has drained; longer is a hang."""
 _POLL_SECONDS = 0.1
@@ -148,7 +149,13 @@ class Stack:
 
 def grace_seconds(started_with: Mapping[str, str]) -> float:
     """How long services that were started with these choices may take to end: requests that run go on for a while."""
-    return float(started_with.get(f"{SETTING}TANDEM_DRAIN_SECONDS", DEFAULT_DRAIN_SECONDS)) + CLOSING_SECONDS
+    try:
+        drain = float(started_with.get(f"{SETTING}TANDEM_DRAIN_SECONDS", ""))
+    except ValueError:
+        drain = DEFAULT_DRAIN_SECONDS
+    if not 0.0 <= drain <= LONGEST_DRAIN_SECONDS:  # no service has started with it
+        drain = DEFAULT_DRAIN_SECONDS
+    return drain + CLOSING_SECONDS
 
 
 def stop_services(

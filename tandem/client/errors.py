@@ -47,8 +47,8 @@ class UnavailableError(TandemError):
 
 
 class OverloadedError(TandemError):
-    """Too many requests: try again after `retry_after_seconds`. Where that is None, one thing was too large, such as the message, and
-    asking again doesn't help."""
+    """Too many requests: try again after `retry_after_seconds`. Where that is None, the server was too busy to say,
+    or one thing was too large, such as the message: the words tell which."""
 
 
 class TakenOverError(TandemError):

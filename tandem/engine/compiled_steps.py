@@ -187,16 +187,17 @@ class CompiledSteps:
 
     def _recorded(self, run: Callable[[], None]) -> Callable[[], object]:
         """A CUDA graph of `run`. What the shapes allocate on the way is in one pool: only one of them runs at a time."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up in the first runs, which can't be recorded
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        with torch.cuda.device(self._cells.device):  # which need not be the first one
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries set themselves up in the first runs, which can't be recorded
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
         replay: Callable[[], object] = graph.replay
         return replay
 

@@ -274,6 +274,8 @@ def test_a_service_that_ignores_sigterm_is_killed(stack, monkeypatch):
 def test_services_may_drain_as_long_as_they_were_started_to():
     assert grace_seconds({}) > 20
     assert grace_seconds({f"{SETTING}TANDEM_DRAIN_SECONDS": "60"}) > 60
+    for refused in ("20s", "nan", "inf", "-1"):
+        assert grace_seconds({f"{SETTING}TANDEM_DRAIN_SECONDS": refused}) == grace_seconds({})
 
 
 def test_a_running_store_is_used_as_it_is(stack, free_port, tmp_path):

@@ -5,6 +5,7 @@ more threads, files, tasks and memory than a little above what they had after th
 from __future__ import annotations
 
 import contextlib
+import http.client
 import re
 import time
 import urllib.request
@@ -23,6 +24,8 @@ _LEVELS = re.compile(
     re.MULTILINE,
 )
 _TASKS = re.compile(rb"^tandem_event_loop_tasks (\S+)$", re.MULTILINE)
+_NO_ANSWER = (OSError, http.client.HTTPException)
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Pools and executors fill up by use. A thread, a file or a task that each request leaves behind would be far more in the end.
 _MOST_GROWTH = {"threads": 64, "files": 200, "tasks": 100, "MiB": 1000}
 
@@ -47,8 +50,9 @@ class StackLedger:
             time.sleep(0.05)
         assert not (kept := _kept_for_ever(self._stack)), f"keys that never expire: {kept}"
         for service in self._running():
-            with contextlib.suppress(psutil.Error, OSError):  # it may end just now
-                self._check_growth(service)
+            while grown := self._growth(service):  # connections and their tasks may just be ending
+                assert time.monotonic() < deadline, f"{service.module} has more than after its first test: {grown}"
+                time.sleep(0.2)
         self._idle_since_last()
 
     def _running(self) -> list[ServiceProcess]:
@@ -71,27 +75,34 @@ class StackLedger:
             self._first.pop(service.address, None)
         return known
 
-    def _check_growth(self, service: ServiceProcess) -> None:
+    def _growth(self, service: ServiceProcess) -> dict[str, float]:
+        """What is too much beside the first time; nothing where the service ends just now."""
+        try:
+            now = self._amounts(service)
+        except (psutil.Error, *_NO_ANSWER):
+            return {}
+        first = self._first.setdefault(service.address, now)
+        return {what: now[what] - first[what] for what in now if now[what] - first[what] > _MOST_GROWTH[what]}
+
+    def _amounts(self, service: ServiceProcess) -> dict[str, float]:
         process = self._process(service)
         now = {"threads": float(process.num_threads()), "files": float(process.num_fds())}
         if service in self._stack.orchestrators:
             # The workers' caches are memory that is there from the start, and touched as it is used.
             now["MiB"] = process.memory_info().rss / (1 << 20)
             now["tasks"] = float(found[1]) if (found := _TASKS.search(_metrics(service))) else 0.0
-        first = self._first.setdefault(service.address, now)
-        grown = {what: now[what] - first[what] for what in now if now[what] - first[what] > _MOST_GROWTH[what]}
-        assert not grown, f"{service.module} has more than after its first test: {grown}"
+        return now
 
 
 def _metrics(service: ServiceProcess) -> bytes:
-    with urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=30) as response:
+    with _WITHOUT_PROXY.open(f"http://{service.metrics}/metrics", timeout=30) as response:
         return bytes(response.read())
 
 
 def _held(service: ServiceProcess) -> Iterator[str]:
     try:
         page = _metrics(service)
-    except OSError as error:
+    except _NO_ANSWER as error:
         yield f"{service.module} does not answer: {error}"
         return
     for name, value in _LEVELS.findall(page):
