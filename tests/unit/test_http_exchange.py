@@ -159,10 +159,15 @@ BODY = {"type": "http.request", "body": b'{"prompt": "p"}', "more_body": False}
 
 
 async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.http.app.BodyRoom", partial(BodyRoom, 20))
+    monkeypatch.setattr("orchestrator.http.app.BodyRoom", partial(BodyRoom, 30_000))
     recorded = Recorded()
     served = application(plays_well, recorded)
-    beginning = {"type": "http.request", "body": b'{"prompt": "', "more_body": True}
+    # Small ones need no room.
+    beginning = {
+        "type": "http.request",
+        "body": b'{"prompt": "' + bytes(20_000).replace(b"\0", b"p"),
+        "more_body": True,
+    }
     end = {"type": "http.request", "body": b'p"}', "more_body": False}
 
     async def status(inbox: asyncio.Queue[dict[str, Any]]) -> int:
@@ -182,6 +187,9 @@ async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.Monk
         await asyncio.sleep(0)
     assert await status(second) == 429
     assert recorded.ended == ["RESOURCE_EXHAUSTED"]
+    small = asyncio.Queue[dict[str, Any]]()
+    small.put_nowait(BODY)
+    assert await status(small) == 200
     first.put_nowait(end)
     assert await slow == 200
     for part in (beginning, end):
