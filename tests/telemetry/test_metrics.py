@@ -226,6 +226,7 @@ LABELS: dict[tuple[str, str], Container[str]] = {
     },
     ("tandem_draft_ahead_items", "outcome"): {"chain", "branch", "miss"},
     ("tandem_sessions_refused", "reason"): {"full", "late", "gave_way"},
+    ("tandem_compilations", "when"): {"start", "serving"},
     **{(f"tandem_draft_{each}", "source"): {"model", "ngram"} for each in ("blocks", "tokens", "accepted_tokens")},
     ("tandem_trace_spans", "fate"): {"exported", "failed", "dropped"},
     ("tandem_build_info", "service"): {"orchestrator", "draft", "target"},

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from tandem.logit_adjustments import Adjustments, adjust
 from tandem.sampling import SamplingParams, draft_tokens, target_rows
-from tandem.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, leaves_a_token
+from tandem.sampling_limits import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIASES, leaves_a_token
 from tandem.v1 import sampling_pb2
 
 SIZE = 40
@@ -224,7 +224,7 @@ def test_ids_beyond_a_smaller_vocabulary_are_ignored() -> None:
         ("allowed_token_ids", {"allowed_token_ids": range(1025)}),
         ("bad_words", {"bad_words": [[1]] * (MAX_BAD_WORDS + 1)}),
         ("bad_words", {"bad_words": [[]]}),
-        ("bad_words", {"bad_words": [[1] * 1025]}),
+        ("bad_words", {"bad_words": [[1] * (MAX_BAD_WORD_IDS + 1)]}),
         ("end_token_ids", {"end_token_ids": range(1025)}),
     ],
 )
