@@ -140,7 +140,8 @@ def a_draft_gone_bad() -> None:
 
     def least_likely(self: ModelDrafter, *arguments: Any) -> Any:
         time.sleep(0.02)
-        return [_least_likely(drafted) for drafted in draw(self, *arguments)]
+        drawn, confidences = draw(self, *arguments)
+        return [_least_likely(drafted) for drafted in drawn], confidences
 
     def forgetful(self: SlotLedger, feed: Any) -> None:
         ran(self, replace(feed, token_ids=feed.token_ids + 1) if next(feeds) % 25 == 0 else feed)
