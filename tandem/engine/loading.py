@@ -24,11 +24,11 @@ from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import ForwardCost
 from tandem.engine.job import RaggedModel
-from tandem.engine.packed_linear import pack_linear_layers, packing_supported
 from tandem.engine.rank_group import LeadingLM, RankGroup, RankLost
 from tandem.engine.ranks import ALONE, Ranks
 from tandem.engine.slot_cache import SlotCache
 from tandem.engine.step_shapes import StepShape, StepShapes
+from tandem.engine.weight_layout import inputs_first_pays, lay_inputs_first
 from tandem.structured_output import FormError, Forms
 
 logger = logging.getLogger(__name__)
@@ -181,10 +181,9 @@ def _load(options: ModelOptions) -> _OverSlots:
         options.slots, context_length, cache.memory_bytes / 2**20, bytes_per_token / 2**10,
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
-    # Neither tensor parallelism nor inductor knows what to do with that layout.
-    inductor = options.compiled is not None and options.compiled.inductor
-    if group is None and not inductor and packing_supported(model):
-        logger.info("%d linear layers laid out for small batches", pack_linear_layers(model))
+    # The parts that ranks have are no plain tensors.
+    if group is None and inputs_first_pays(model):
+        logger.info("%d linear layers laid out for small batches", lay_inputs_first(model))
     lm = CausalLM(model, pattern, cache, padded)
     _check_against_model(model, lm)
     if options.compiled is not None:

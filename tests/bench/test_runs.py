@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import acceptance, services
+from bench import acceptance, services, weight_layouts
 from bench.__main__ import main
 from bench.prompts import PROMPT_CLASSES
 from tests.support.forked_services import ForkedService
@@ -78,6 +78,15 @@ def test_tracing(tmp_path: Path) -> None:
     cases = json.loads(file.read_text())["tracing"]["cases"]
     assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
+
+
+def test_layouts_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weight_layouts.main(["--model", str(MODELS / "tiny-target"), "--repeats", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in ("outputs first", "inputs first", "oneDNN's own") if name not in shown] == []
+    rows = [line.split() for line in shown.splitlines() if line.lstrip()[:1].isdigit()][: len(weight_layouts.ROWS)]
+    assert [int(row[0]) for row in rows] == list(weight_layouts.ROWS)
+    assert all(len(row) == 4 for row in rows)
 
 
 def test_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

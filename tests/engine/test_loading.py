@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -14,7 +15,8 @@ from tandem.engine import loading
 from tandem.engine.faults import ModelError
 from tandem.engine.loading import ModelOptions, load
 from tandem.engine.ranks import Ranks
-from tests.engine.models import random_model
+from tandem.engine.weight_layout import inputs_first_pays, lay_inputs_first
+from tests.engine.models import plain_logits, random_model
 from tests.support.services import MODELS
 
 TINY = MODELS / "tiny-target"
@@ -64,6 +66,20 @@ def test_the_context_is_what_the_memory_holds() -> None:
 def test_other_dtypes_run() -> None:
     for dtype in ("bfloat16", "float16"):
         assert load(ModelOptions(str(TINY), slots=2, dtype=dtype)).dtype == dtype
+
+
+def test_the_weights_lie_inputs_first_and_say_the_same() -> None:
+    model = random_model(tie_word_embeddings=True)
+    token_ids = np.arange(9, dtype=np.uint32)
+    expected, embedding = plain_logits(model, token_ids), model.get_input_embeddings().weight
+    assert inputs_first_pays(model)
+    assert lay_inputs_first(model) == 2 * 7 + 1  # seven of each layer, and the head
+    assert torch.allclose(plain_logits(model, token_ids), expected, atol=1e-4)
+    assert {module.weight.stride(0) for module in model.modules() if type(module) is torch.nn.Linear} == {1}
+    # Tokens are looked up by row: the head's copy is its own.
+    assert model.get_input_embeddings().weight is embedding
+    assert embedding.is_contiguous()
+    assert not inputs_first_pays(random_model().to(torch.bfloat16))
 
 
 def test_a_head_with_more_rows_than_tokens(tmp_path: Path) -> None:
