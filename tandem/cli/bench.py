@@ -10,9 +10,10 @@ from pathlib import Path
 
 import tandem
 from tandem.cli.errors import CliError
+from tandem.cli.interruptions import Interruptions
 
 
-def run(arguments: argparse.Namespace, _environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, _environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Does what `python -m bench` does in the repository, wherever it is called; raises CliError where there is none."""
     repository = Path(tandem.__file__).resolve().parents[1]
     if not (repository / "bench" / "__main__.py").is_file():
@@ -26,5 +27,6 @@ def run(arguments: argparse.Namespace, _environment: Mapping[str, str]) -> int:
         if (error.name or "").startswith("tandem.v1"):
             raise CliError("the stubs are missing: run `make proto`") from error
         raise CliError(f"`tandem bench` needs the extras `worker` and `cli`: {error}") from error
+    interruptions.leave_ctrl_c_to_python()
     code: int = bench.main(arguments.arguments, prog="tandem bench")
     return code

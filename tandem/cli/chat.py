@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 
 from tandem.cli.completion import collect
 from tandem.cli.conversation import Conversation
-from tandem.cli.endpoint import open_client, orchestrator_address
+from tandem.cli.endpoint import connected, orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import describe
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.render import TokenPainter, painter_for
 from tandem.cli.request import options_of
 from tandem.cli.settings import with_flags
@@ -24,7 +25,7 @@ HELP = """\
 A line that begins with // is said with one slash. Ctrl-C ends an answer; what there is of it stays said."""
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Reads lines and answers them until there are no more, or /quit."""
     if arguments.raw:
         raise CliError("--raw completes text; a chat is made of messages", USAGE)
@@ -32,13 +33,14 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise CliError("log-probabilities are shown by `tandem generate --json`", USAGE)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
-    with open_client(address, environment) as client:
+    with connected(address, environment, interruptions) as client:
         chat = _Chat(
             client,
             Conversation(arguments.system),
             options_of(arguments),
             arguments.timeout,
             lambda: painter_for(arguments, environment),
+            interruptions,
         )
         if arguments.kinds:
             print(f"tokens: {painter_for(arguments, environment).legend()}", file=sys.stderr)
@@ -56,21 +58,30 @@ class _Chat:
         options: GenerationOptions,
         timeout: float | None,
         painter: Callable[[], TokenPainter],
+        interruptions: Interruptions,
     ) -> None:
         self._client = client
         self._conversation = conversation
         self._options = options
         self._timeout = timeout
         self._painter = painter
+        self._interruptions = interruptions
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def talk(self) -> None:
         """Until the end of the input."""
-        if self._terminal:
-            # Its import gives input() a line to edit and the lines before.
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401
-            print("/help says what there is besides talking", file=sys.stderr)
+        if not self._terminal:
+            self._take_turns()
+            return
+        # Its import gives input() a line to edit and the lines before.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+        print("/help says what there is besides talking", file=sys.stderr)
+        # A Ctrl-C between a line and its answer, or an answer and the next line, ends neither the program nor what it is in the midst of.
+        with self._interruptions.held():
+            self._take_turns()
+
+    def _take_turns(self) -> None:
         while (line := self._read()) is not None:
             if line.startswith("/") and not line.startswith("//"):
                 if not self._obey(line.strip()):
@@ -81,7 +92,10 @@ class _Chat:
     def _read(self) -> str | None:
         while True:
             try:
-                return input("> " if self._terminal else "")
+                if self._terminal:
+                    self._interruptions.forget_ctrl_c()  # of a second press that met no answer any more
+                with self._interruptions.released():
+                    return input("> " if self._terminal else "")
             except EOFError:
                 if self._terminal:
                     print()
@@ -114,7 +128,12 @@ class _Chat:
         messages = self._conversation.asking(line)
         try:
             try:
-                collect(self._client.generate(messages, self._options, timeout=self._timeout), show)
+                with self._interruptions.released():
+                    collect(
+                        lambda: self._client.generate(messages, self._options, timeout=self._timeout),
+                        show,
+                        self._interruptions,
+                    )
             except KeyboardInterrupt:
                 if not self._terminal:
                     raise

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tandem.cli.interruptions import Interruptions
 from tandem.client import Chunk, GeneratedToken, Generation, GenerationFinish, GenerationStart, TokenKind
 
 
@@ -74,22 +75,37 @@ class Completion:
         }
 
 
-def collect(generation: Generation, on_chunk: Callable[[Chunk], None]) -> Completion:
-    """Runs a generation to its end, showing each chunk on the way. The call is cancelled if that is interrupted."""
-    (completion,) = collect_all(generation, on_chunk)
+def collect(
+    start: Callable[[], Generation], on_chunk: Callable[[Chunk], None], interruptions: Interruptions
+) -> Completion:
+    """Starts a generation and runs it to its end, showing each chunk on the way. The call is cancelled if that is interrupted."""
+    (completion,) = collect_all(start, on_chunk, interruptions)
     return completion
 
 
-def collect_all(generation: Generation, on_chunk: Callable[[Chunk], None]) -> list[Completion]:
+def collect_all(
+    start: Callable[[], Generation], on_chunk: Callable[[Chunk], None], interruptions: Interruptions
+) -> list[Completion]:
     """The same for a generation of several completions, in the order of their indices."""
+    with interruptions.held():
+        return _collect(start, on_chunk, interruptions)
+
+
+def _collect(
+    start: Callable[[], Generation], on_chunk: Callable[[Chunk], None], interruptions: Interruptions
+) -> list[Completion]:
+    """In a hold, at whose end the call is gone from here too: what frees it is gRPC's code as well."""
+    generation = start()
     began = time.monotonic()
     gatherings: dict[int, _Gathering] = {}
     try:
-        for chunk in generation:
-            if chunk.index not in gatherings:
-                gatherings[chunk.index] = _Gathering(began)
-            gatherings[chunk.index].add(chunk)
-            on_chunk(chunk)
+        with interruptions.cancelling(generation.cancel):
+            for chunk in generation:
+                if chunk.index not in gatherings:
+                    gatherings[chunk.index] = _Gathering(began)
+                gatherings[chunk.index].add(chunk)
+                with interruptions.released():
+                    on_chunk(chunk)
     finally:
         generation.cancel()
     return [gathering.completion() for _, gathering in sorted(gatherings.items())]

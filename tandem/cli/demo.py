@@ -7,15 +7,16 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 
 from tandem.cli.completion import Completion, collect
-from tandem.cli.endpoint import open_client
+from tandem.cli.endpoint import connected
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.existing import usable_stack
 from tandem.cli.failure import calls_explained
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import plan_stack
 from tandem.cli.progress import Progress
 from tandem.cli.render import TokenPainter, use_colour
@@ -38,7 +39,7 @@ _DRAFT_SECONDS = 15.0
 _RETRY_SECONDS = 0.25
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Uses the services of `tandem up` if they run; else starts them, and stops them whatever happens."""
     if arguments.logprobs is not None:
         raise CliError("log-probabilities are shown by `tandem generate --json`", USAGE)
@@ -50,43 +51,45 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     progress = Progress(console)
     for line in misspelt(environment):
         progress.note(line)
-    with running_stack(settings, progress) as address, _calls(address, settings.environment) as client:
+    with (
+        running_stack(settings, progress, interruptions) as address,
+        interruptions.released(),
+        calls_explained(address),
+        connected(address, settings.environment, interruptions) as client,
+    ):
         options = _with_gamma(options_of(arguments), environment)
-        _compare(client, prompt_of(arguments, text), text, options, arguments.timeout, screen)
+        caller = _Caller(client, prompt_of(arguments, text), arguments.timeout, interruptions)
+        _compare(caller, text, options, screen)
     console.print(f"logs: {settings.logs}", markup=False)
     return 0
 
 
 @contextlib.contextmanager
-def running_stack(settings: StackSettings, progress: Progress) -> Iterator[str]:
-    """The orchestrator's address, for as long as the stack is needed."""
+def running_stack(settings: StackSettings, progress: Progress, interruptions: Interruptions) -> Iterator[str]:
+    """The orchestrator's address, for as long as the stack is needed. All of it is a hold, and who uses the stack releases it meanwhile:
+    nothing can come between its end and the stop."""
     file = StateFile(settings.home)
     stack: Stack | None = None
-    with file.locked():
-        running = usable_stack(settings, progress.note)
-        if running is not None and not running.complete():
-            dead = ", ".join(service.name for service in running.dead())
-            raise CliError(
-                f"{dead} of the running services has died: `tandem up` starts it again, `tandem status` shows more"
-            )
-        if running is not None:
-            progress.note(f"using the services that run at {running.orchestrator_address}")
-            address = running.orchestrator_address
-        else:
-            stack = Stack(plan_stack(settings), settings, "demo", progress)
-            stack.start()
-            address = stack.state.orchestrator_address
-    try:
-        yield address
-    finally:
-        if stack is not None:
-            stack.stop()
-
-
-@contextlib.contextmanager
-def _calls(address: str, environment: Mapping[str, str]) -> Iterator[TandemClient]:
-    with open_client(address, environment) as client, calls_explained(address):
-        yield client
+    with interruptions.held():
+        with file.locked():
+            running = usable_stack(settings, progress.note, interruptions)
+            if running is not None and not running.complete():
+                dead = ", ".join(service.name for service in running.dead())
+                raise CliError(
+                    f"{dead} of the running services has died: `tandem up` starts it again, `tandem status` shows more"
+                )
+            if running is not None:
+                progress.note(f"using the services that run at {running.orchestrator_address}")
+                address = running.orchestrator_address
+            else:
+                stack = Stack(plan_stack(settings), settings, "demo", progress, interruptions)
+                stack.start()
+                address = stack.state.orchestrator_address
+        try:
+            yield address
+        finally:
+            if stack is not None:
+                stack.stop()
 
 
 def _with_gamma(options: GenerationOptions, environment: Mapping[str, str]) -> GenerationOptions:
@@ -111,18 +114,27 @@ class _Screen:
         print(text, flush=True)
 
 
-def _compare(
-    client: TandemClient,
-    prompt: Prompt,
-    text: str,
-    options: GenerationOptions,
-    timeout: float | None,
-    screen: _Screen,
-) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Caller:
+    """Completions of one prompt."""
+
+    client: TandemClient
+    prompt: Prompt
+    timeout: float | None
+    interruptions: Interruptions
+
+    def complete(self, options: GenerationOptions, on_chunk: Callable[[Chunk], None]) -> Completion:
+        """Raises TandemError."""
+        return collect(
+            lambda: self.client.generate(self.prompt, options, timeout=self.timeout), on_chunk, self.interruptions
+        )
+
+
+def _compare(caller: _Caller, text: str, options: GenerationOptions, screen: _Screen) -> None:
     screen.line(f"\nprompt: {text}")
     screen.line(f"tokens: {screen.tokens().legend()}\n")
-    _warm_up(client, prompt, options)
-    speculative = _stream(client, prompt, options, timeout, screen)
+    _warm_up(caller, options)
+    speculative = _stream(caller, options, screen)
     # The same seed: with the coupled method, or greedily, the text must be the same too.
     plain_options = dataclasses.replace(
         options, num_speculative_tokens=0, adaptive_speculative_tokens=None, seed=speculative.start.seed
@@ -130,13 +142,13 @@ def _compare(
     screen.line(
         "\nthe same without speculation (gamma = 0: each token is the target's alone, a bonus without a block):\n"
     )
-    plain = _stream(client, prompt, plain_options, timeout, screen)
+    plain = _stream(caller, plain_options, screen)
     turns = ""
     if speculative.total_seconds + plain.total_seconds <= _TURNS_SECONDS:
         # The other way around, so that a machine that gets slower or faster meanwhile does so for both alike.
-        plain = _averaged(plain, collect(client.generate(prompt, plain_options, timeout=timeout), _unseen))
+        plain = _averaged(plain, caller.complete(plain_options, _unseen))
         again = dataclasses.replace(options, seed=speculative.start.seed)
-        speculative = _averaged(speculative, collect(client.generate(prompt, again, timeout=timeout), _unseen))
+        speculative = _averaged(speculative, caller.complete(again, _unseen))
         turns = " over two runs of each, in turns"
     adaptive = options.adaptive_speculative_tokens
     block = "auto" if adaptive else len(speculative.finish.speculation.draft_tokens_per_position)
@@ -175,26 +187,25 @@ def _doubts(speculative: Completion, plain: Completion) -> Iterator[str]:
         )
 
 
-def _warm_up(client: TandemClient, prompt: Prompt, options: GenerationOptions) -> None:
+def _warm_up(caller: _Caller, options: GenerationOptions) -> None:
     """The first request pays for what is made on first use; neither side of the comparison should.
 
     An orchestrator is ready without a draft, so here it also gets the time to find the one that has just started.
     """
     short = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS, min_tokens=None)
+    unhurried = dataclasses.replace(caller, timeout=None)
     deadline = time.monotonic() + _DRAFT_SECONDS
     while True:
-        completion = collect(client.generate(prompt, short), lambda _: None)
+        completion = unhurried.complete(short, _unseen)
         if not completion.finish.speculation.degraded_rounds or time.monotonic() >= deadline:
             return
         time.sleep(_RETRY_SECONDS)
 
 
-def _stream(
-    client: TandemClient, prompt: Prompt, options: GenerationOptions, timeout: float | None, screen: _Screen
-) -> Completion:
+def _stream(caller: _Caller, options: GenerationOptions, screen: _Screen) -> Completion:
     painter = screen.tokens()
     with painter.line_ended():
-        completion = collect(client.generate(prompt, options, timeout=timeout), painter.show)
+        completion = caller.complete(options, painter.show)
     screen.line()
     return completion
 

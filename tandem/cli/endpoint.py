@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from tandem.cli.address import Address, parse_address
 from tandem.cli.choices import recorded_files
 from tandem.cli.encryption import PLAIN_TEXT, from_record, with_absolute_files
 from tandem.cli.errors import USAGE, CliError
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.settings import DEFAULT_LISTEN, EXTERNAL_VARIABLES, listen_variable, stack_home
 from tandem.cli.state import StateFile
 from tandem.client import TandemClient
@@ -26,6 +28,18 @@ def orchestrator_address(flag: str | None, environment: Mapping[str, str]) -> st
         return state.orchestrator_address
     listen = listen_variable("orchestrator")
     return str(parse_address(environment.get(listen) or DEFAULT_LISTEN["orchestrator"], listen).reachable())
+
+
+@contextlib.contextmanager
+def connected(address: str, environment: Mapping[str, str], interruptions: Interruptions) -> Iterator[TandemClient]:
+    """`open_client`, closed at the end, neither of them interrupted."""
+    with interruptions.held():
+        client = open_client(address, environment)
+    try:
+        yield client
+    finally:
+        with interruptions.held():
+            client.close()
 
 
 def open_client(address: str, environment: Mapping[str, str]) -> TandemClient:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 from tandem.cli.choices import choices, differing
 from tandem.cli.errors import CliError
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.processes import is_alive
 from tandem.cli.settings import StackSettings
 from tandem.cli.stack import stop_services
 from tandem.cli.state import StackState, StateFile
 
 
-def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackState | None:
+def usable_stack(
+    settings: StackSettings, note: Callable[[str], None], interruptions: Interruptions
+) -> StackState | None:
     """The stack that `tandem up` left running, if it is what was asked for, though parts of it may have died; None if there is none.
 
     Raises CliError where starting another one would be a surprise. What a killed demo left behind is cleared away.
@@ -30,7 +33,7 @@ def usable_stack(settings: StackSettings, note: Callable[[str], None]) -> StackS
                 f"a demo is running (pid {state.starter.pid}): wait for it, or set TANDEM_HOME to another folder"
             )
         note("stopping what a demo that was killed left behind")
-        stop_services(state.services, state.choices, note)
+        stop_services(state.services, state.choices, note, interruptions)
         file.remove()
         return None
     # What is started beside running services has to be what it was before.

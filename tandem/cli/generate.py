@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
 
 from tandem.cli.completion import Completion, collect, collect_all
-from tandem.cli.endpoint import open_client, orchestrator_address
+from tandem.cli.endpoint import connected, orchestrator_address
 from tandem.cli.errors import USAGE, CliError
 from tandem.cli.failure import calls_explained
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.render import painter_for
 from tandem.cli.request import options_of, prompt_of
 from tandem.cli.settings import with_flags
 from tandem.client import Chunk, Generation, GenerationOptions, TandemClient
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Streams the text to standard output; statistics and errors go to standard error."""
     if arguments.raw and arguments.system:
         raise CliError("--system is a chat message; it can't be used with --raw", USAGE)
@@ -28,21 +30,17 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     start = _call(arguments)
     environment = with_flags(arguments, environment)
     address = orchestrator_address(arguments.address, environment)
-    with open_client(address, environment) as client, calls_explained(address):
-        try:
-            generation = start(client)
-        except ValueError as error:
-            # A number that doesn't fit its field can't even be sent.
-            raise CliError(f"an option is out of range: {error}", USAGE) from error
+    with connected(address, environment, interruptions) as client, calls_explained(address):
+        begin = functools.partial(_begin, start, client)
         if arguments.json:
-            for each in collect_all(generation, _show_nothing):
+            for each in collect_all(begin, _show_nothing, interruptions):
                 print(json.dumps(each.to_json(), ensure_ascii=False))
             return 0
         painter = painter_for(arguments, environment)
         if arguments.kinds:
             print(f"tokens: {painter.legend()}", file=sys.stderr)
         with painter.line_ended():
-            completion = collect(generation, painter.show)
+            completion = collect(begin, painter.show, interruptions)
     if sys.stdout.isatty() and not completion.text.endswith("\n"):
         print()
     if arguments.stats:
@@ -65,6 +63,14 @@ def _call(arguments: argparse.Namespace) -> Callable[[TandemClient], Generation]
     if any(given) or options_of(arguments) != GenerationOptions():
         raise CliError("a request that is resumed has its prompt and its options already", USAGE)
     return lambda client: client.resume(arguments.resume, arguments.offset or 0, timeout=arguments.timeout)
+
+
+def _begin(start: Callable[[TandemClient], Generation], client: TandemClient) -> Generation:
+    try:
+        return start(client)
+    except ValueError as error:
+        # A number that doesn't fit its field can't even be sent.
+        raise CliError(f"an option is out of range: {error}", USAGE) from error
 
 
 def read_prompt(argument: str | None) -> str:

@@ -6,14 +6,12 @@ import argparse
 import contextlib
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import NoReturn
 
 from tandem.cli.arguments import parse
 from tandem.cli.errors import BROKEN_PIPE, INTERRUPTED, CliError
+from tandem.cli.interruptions import Interruptions
 
 # What a missing extra looks like: the orchestrator's installation has `generate`, but no progress bars.
 _CLI_EXTRA = ("rich",)
@@ -22,13 +20,19 @@ _CLI_EXTRA = ("rich",)
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else list(arguments))
-    end_by_exception()
+    interruptions = Interruptions()
     try:
-        return _run(parsed, os.environ if environment is None else environment)
-    except CliError as error:
-        return _fail(str(error), error.exit_code)
+        with interruptions.installed():
+            return _outcome(parsed, os.environ if environment is None else environment, interruptions)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+
+
+def _outcome(parsed: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
+    try:
+        return _run(parsed, environment, interruptions)
+    except CliError as error:
+        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # The reader has gone, as `| head` does. Python would complain again when it flushes at exit.
         with contextlib.suppress(OSError):
@@ -36,17 +40,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         return BROKEN_PIPE
 
 
-def end_by_exception() -> None:
-    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that what was started is stopped."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-
-
-def _run(parsed: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def _run(parsed: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     try:
         # Only now, so that --help and usage errors don't wait for what a command needs.
         command = importlib.import_module(f"tandem.cli.{parsed.command}")
@@ -56,7 +50,7 @@ def _run(parsed: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if (error.name or "").startswith("tandem.v1"):
             raise CliError("the stubs are missing: run `make proto`") from error
         raise
-    code: int = command.run(parsed, environment)
+    code: int = command.run(parsed, environment, interruptions)
     return code
 
 

@@ -70,11 +70,12 @@ def spawn(
         )
 
 
-def stop(identity: ProcessIdentity, grace_seconds: float) -> bool:
-    """Asks the process to end, and kills its whole group when it takes too long; returns whether it ended by itself."""
+def stop(identity: ProcessIdentity, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> bool:
+    """Asks the process to end, and kills its whole group when it takes too long, or once there is a hurry; returns whether it ended
+    by itself."""
     if not _signal(identity, signal.SIGTERM):
         return True
-    ended = wait_dead(identity, grace_seconds)
+    ended = wait_dead(identity, grace_seconds, hurry)
     if not ended:
         kill(identity)
         wait_dead(identity, grace_seconds)
@@ -91,11 +92,11 @@ def kill(identity: ProcessIdentity) -> None:
             _signal(identity, signal.SIGKILL)
 
 
-def wait_dead(identity: ProcessIdentity, seconds: float) -> bool:
-    """Waits until the process is gone; False if it still runs after `seconds`."""
+def wait_dead(identity: ProcessIdentity, seconds: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+    """Waits until the process is gone; False if it still runs after `seconds`, or when there is a hurry."""
     deadline = time.monotonic() + seconds
     while is_alive(identity):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or hurry():
             return False
         time.sleep(_POLL_SECONDS)
     return True

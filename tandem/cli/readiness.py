@@ -11,6 +11,7 @@ import grpc
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import Endpoint
 from tandem.grpc_server import NOTE_KEY, REFUSAL_KEY
 from tandem.transport_security import ClientFiles
@@ -34,10 +35,11 @@ Probe = Callable[[], Answer]
 
 
 @contextmanager
-def open_probe(endpoint: Endpoint, seconds: float = PROBE_SECONDS) -> Iterator[Probe]:
-    """A probe that keeps its connections while it is asked again and again; `seconds` is how long an answer is waited for."""
+def open_probe(endpoint: Endpoint, interruptions: Interruptions, seconds: float = PROBE_SECONDS) -> Iterator[Probe]:
+    """A probe that keeps its connections while it is asked again and again; `seconds` is how long an answer is waited for.
+    To be opened, used and closed in a hold: what interrupts it ends an answer early."""
     with ExitStack() as connections:
-        probes = [_open(endpoint, address, seconds, connections) for address in endpoint.addresses]
+        probes = [_open(endpoint, address, interruptions, seconds, connections) for address in endpoint.addresses]
 
         def probe_any() -> Answer:
             answers = []
@@ -51,13 +53,17 @@ def open_probe(endpoint: Endpoint, seconds: float = PROBE_SECONDS) -> Iterator[P
         yield probe_any
 
 
-def _open(endpoint: Endpoint, address: str, seconds: float, connections: ExitStack) -> Probe:
+def _open(
+    endpoint: Endpoint, address: str, interruptions: Interruptions, seconds: float, connections: ExitStack
+) -> Probe:
     if endpoint.kind == "redis":
-        return _redis_probe(address, endpoint.tls, seconds, connections)
-    return _grpc_probe(address, endpoint.tls, seconds, connections)
+        return _redis_probe(address, endpoint.tls, interruptions, seconds, connections)
+    return _grpc_probe(address, endpoint.tls, interruptions, seconds, connections)
 
 
-def _redis_probe(url: str, tls: ClientFiles, seconds: float, connections: ExitStack) -> Probe:
+def _redis_probe(
+    url: str, tls: ClientFiles, interruptions: Interruptions, seconds: float, connections: ExitStack
+) -> Probe:
     names = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     client = redis.Redis.from_url(
         url,
@@ -70,7 +76,8 @@ def _redis_probe(url: str, tls: ClientFiles, seconds: float, connections: ExitSt
 
     def probe() -> Answer:
         try:
-            client.ping()
+            with interruptions.released():
+                client.ping()
         except redis.BusyLoadingError:
             return Answer("loading")
         except redis.AuthenticationError:
@@ -82,7 +89,9 @@ def _redis_probe(url: str, tls: ClientFiles, seconds: float, connections: ExitSt
     return probe
 
 
-def _grpc_probe(address: str, tls: ClientFiles, seconds: float, connections: ExitStack) -> Probe:
+def _grpc_probe(
+    address: str, tls: ClientFiles, interruptions: Interruptions, seconds: float, connections: ExitStack
+) -> Probe:
     # The default back-off grows to two minutes; a service that was just started deserves more attention.
     options = [
         ("grpc.enable_http_proxy", 0),
@@ -98,9 +107,13 @@ def _grpc_probe(address: str, tls: ClientFiles, seconds: float, connections: Exi
     stub = health_pb2_grpc.HealthStub(channel)
 
     def probe() -> Answer:
+        request = health_pb2.HealthCheckRequest(service="")
+        call = stub.Check.future(request, timeout=seconds)  # type: ignore[attr-defined]  # set in its __init__
         try:
-            request = health_pb2.HealthCheckRequest(service="")
-            reply, call = stub.Check.with_call(request, timeout=seconds)  # type: ignore[attr-defined]  # set in its __init__
+            with interruptions.cancelling(call.cancel):
+                reply = call.result()
+        except grpc.FutureCancelledError:
+            return Answer("interrupted")
         except grpc.RpcError as error:
             return Answer(_reason(error))
         return _answer(reply.status == health_pb2.HealthCheckResponse.SERVING, dict(call.trailing_metadata() or ()))

@@ -16,6 +16,7 @@ from typing import Literal
 
 from tandem.cli.choices import SETTING, choices
 from tandem.cli.errors import CliError
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import ServiceSpec, StackPlan
 from tandem.cli.ports import require_free
 from tandem.cli.processes import ProcessIdentity, identify, is_alive, kill, spawn, stop
@@ -42,6 +43,7 @@ class Stack:
         settings: StackSettings,
         kind: Literal["up", "demo"],
         progress: Progress,
+        interruptions: Interruptions,
         before: StackState | None = None,
     ) -> None:
         """What runs of `before` is left as it is."""
@@ -50,6 +52,7 @@ class Stack:
         self._plan = plan
         self._settings = settings
         self._progress = progress
+        self._interruptions = interruptions
         self._file = StateFile(settings.home)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._before = before
@@ -59,29 +62,37 @@ class Stack:
 
     def start(self) -> None:
         """Starts every service and waits for readiness; on any failure stops what it has started."""
-        try:
-            for spec in self._to_start:
-                for variable, address in {spec.listen_variable: spec.listen, **spec.further_listens}.items():
-                    require_free(address, spec.name, variable, self._progress.note)
-            self._settings.logs.mkdir(parents=True, exist_ok=True)
-            for spec in self._to_start:
-                self._start_one(spec)
-            self._wait_ready()
-        except BaseException:
-            self.stop()
-            raise
+        with self._interruptions.held():
+            try:
+                with self._interruptions.released():
+                    self._require_ports()
+                self._settings.logs.mkdir(parents=True, exist_ok=True)
+                for spec in self._to_start:
+                    self._start_one(spec)
+                self._wait_ready()
+                with self._interruptions.released():  # the last moment at which it stops what has been started
+                    self._check_children()
+            except BaseException:
+                self.stop()
+                raise
 
     def stop(self) -> None:
         """Stops what this stack started."""
-        started = [service for service in self.state.services if service.name in self._children]
-        stop_services(started, self.state.choices, self._progress.note)
-        for child in self._children.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=1)
-        if self._before is not None:
-            self._file.save(self._before)
-        elif self.state.services:
-            self._file.remove()
+        with self._interruptions.held():
+            started = [service for service in self.state.services if service.name in self._children]
+            stop_services(started, self.state.choices, self._progress.note, self._interruptions)
+            for child in self._children.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=1)
+            if self._before is not None:
+                self._file.save(self._before)
+            elif self.state.services:
+                self._file.remove()
+
+    def _require_ports(self) -> None:
+        for spec in self._to_start:
+            for variable, address in {spec.listen_variable: spec.listen, **spec.further_listens}.items():
+                require_free(address, spec.name, variable, self._progress.note)
 
     def _start_one(self, spec: ServiceSpec) -> None:
         log = self._settings.logs / f"{spec.name}.log"
@@ -109,7 +120,7 @@ class Stack:
         with contextlib.ExitStack() as connections, self._progress:
             waiting: dict[str, Probe] = {}
             for name, endpoint in endpoints.items():
-                waiting[name] = connections.enter_context(open_probe(endpoint))
+                waiting[name] = connections.enter_context(open_probe(endpoint, self._interruptions))
                 self._progress.begin(name, "external" if name in external else "")
             while waiting:
                 self._check_children()
@@ -125,8 +136,8 @@ class Stack:
                         del waiting[name]
                 if waiting and time.monotonic() >= deadline:
                     raise self._not_ready(sorted(waiting))
-                time.sleep(_POLL_SECONDS if waiting else 0)
-        self._check_children()
+                with self._interruptions.released():
+                    time.sleep(_POLL_SECONDS if waiting else 0)
 
     def _check_children(self) -> None:
         """Raises CliError with the end of the log if a service has exited."""
@@ -159,19 +170,24 @@ def grace_seconds(started_with: Mapping[str, str]) -> float:
 
 
 def stop_services(
-    services: Iterable[RunningService], started_with: Mapping[str, str], note: Callable[[str], None]
+    services: Iterable[RunningService],
+    started_with: Mapping[str, str],
+    note: Callable[[str], None],
+    interruptions: Interruptions,
 ) -> None:
-    """Stops services, callers before what they call. A second Ctrl-C kills what is left."""
+    """Stops services, callers before what they call. A Ctrl-C meanwhile, the second one of a demo, kills what is left."""
     grace = grace_seconds(started_with)
     left = [service for service in reversed(tuple(services)) if is_alive(service.process)]
-    try:
-        for service in left:
-            if not stop(service.process, grace):
-                note(f"{service.name} did not stop within {grace:g} s and was killed; see {service.log}")
-    except BaseException:
-        for service in left:
-            kill(service.process)
-        raise
+    with interruptions.held():
+        try:
+            for service in left:
+                ended = stop(service.process, grace, hurry=lambda: interruptions.noted)
+                if not ended and not interruptions.noted:
+                    note(f"{service.name} did not stop within {grace:g} s and was killed; see {service.log}")
+        except BaseException:
+            for service in left:
+                kill(service.process)
+            raise
 
 
 def last_lines(log: Path, count: int) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tandem.cli.choices import recorded_files
 from tandem.cli.encryption import from_record
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import Endpoint
 from tandem.cli.processes import is_alive, uptime_seconds
 from tandem.cli.readiness import open_probe
@@ -37,10 +38,12 @@ class _Row:
     log: str
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Exit code 0 if everything that was started is ready, else 3."""
     state = StateFile(stack_home(with_flags(arguments, environment))).load()
-    rows = [_row(service, recorded_files(state)) for service in state.services] if state is not None else []
+    rows = (
+        [_row(service, recorded_files(state), interruptions) for service in state.services] if state is not None else []
+    )
     ready = bool(rows) and all(row.state == "ready" for row in rows)
     if arguments.json:
         print(json.dumps({"ready": ready, "services": [dataclasses.asdict(row) for row in rows]}))
@@ -49,11 +52,11 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0 if ready else NOT_RUNNING
 
 
-def _row(service: RunningService, files: Mapping[str, str]) -> _Row:
+def _row(service: RunningService, files: Mapping[str, str], interruptions: Interruptions) -> _Row:
     alive = is_alive(service.process)
     return _Row(
         service=service.name,
-        state=_state(service, files) if alive else "dead",
+        state=_state(service, files, interruptions) if alive else "dead",
         address=service.address,
         pid=service.process.pid,
         uptime_seconds=int(uptime_seconds(service.process)) if alive else 0,
@@ -62,13 +65,13 @@ def _row(service: RunningService, files: Mapping[str, str]) -> _Row:
     )
 
 
-def _state(service: RunningService, files: Mapping[str, str]) -> str:
+def _state(service: RunningService, files: Mapping[str, str], interruptions: Interruptions) -> str:
     if service.name == "redis":
         endpoint = Endpoint("redis", (f"redis://{service.address}/0",))
     else:
         endpoint = Endpoint("grpc", (service.address,), from_record(files, service.name))
     try:
-        with open_probe(endpoint, PROBE_SECONDS) as probe:
+        with interruptions.held(), open_probe(endpoint, interruptions, PROBE_SECONDS) as probe:
             return probe().reason or "ready"
     except OSError as error:
         return f"can't be asked: {error}"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tandem.cli import waterfall
 from tandem.cli.errors import CliError
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.spans import fetch, read_file
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], _: Interruptions) -> int:
     """Draws each request of the trace. Raises CliError."""
     wanted: str = arguments.trace
     path = Path(wanted)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tandem.cli.choices import settings_on_record
 from tandem.cli.existing import usable_stack
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import plan_stack
 from tandem.cli.progress import Progress
 from tandem.cli.settings import load_settings, with_flags
@@ -18,14 +19,14 @@ from tandem.cli.state import StackState, StateFile
 from tandem.cli.variables import misspelt
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str], interruptions: Interruptions) -> int:
     """Returns when every service is ready, or raises and leaves nothing running."""
     settings = load_settings(with_flags(arguments, environment))
     progress = Progress(Console(highlight=False))
     for line in misspelt(environment):
         progress.note(line)
     with StateFile(settings.home).locked():
-        running = usable_stack(settings, progress.note)
+        running = usable_stack(settings, progress.note, interruptions)
         if running is not None and running.complete():
             _say_what_runs(running, progress)
             return 0
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
             progress.note(
                 f"{service.name} has died and is started again (its last log: {previous_log(Path(service.log))})"
             )
-        Stack(plan, settings, "up", progress, running).start()
+        Stack(plan, settings, "up", progress, interruptions, running).start()
     if not plan.services:
         progress.note(f"nothing to start: the orchestrator at {plan.orchestrator_address} is used as it is")
         return 0

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import redis
 
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import Endpoint
 from tandem.cli.readiness import open_probe
 from tandem.client import UnavailableError
@@ -128,7 +129,7 @@ def test_the_target_is_killed_and_stays_away(tmp_path: Path) -> None:
         assert not stack.orchestrator.serving()
         assert "no target is connected: none came back within 2 s" in caught.value.details()  # type: ignore[attr-defined]
         assert stack.orchestrator.serving(LIVENESS, 60)  # a restart would bring back no target
-        with open_probe(Endpoint("grpc", (stack.orchestrator.address,))) as probe:
+        with open_probe(Endpoint("grpc", (stack.orchestrator.address,)), Interruptions()) as probe:
             _until(lambda: probe().reason == "not ready: no target is connected")
         with pytest.raises(grpc.RpcError) as refused:  # and who asks anew isn't kept waiting
             generate(channel, PROMPT, **FIELDS)

@@ -58,7 +58,8 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.pause_seconds = 0.0
         self.cancelled = 0
         self.address = ""
-        self._over = threading.Event()
+        self._over = False
+        self._pauses: set[threading.Event] = set()
 
     def fail(self, code: int, message: str, *details: object) -> None:
         packed = []
@@ -77,8 +78,9 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         )
 
     def Generate(self, request, context):
-        answered = threading.Event()
-        ended = self._ended(answered)
+        answered, gone = threading.Event(), threading.Event()
+        self._pauses.add(gone)
+        ended = self._ended(answered, gone)
         if not context.add_callback(ended):
             ended()  # it was cancelled before it got here
         # Whoever sees the request may cancel it at once.
@@ -89,8 +91,8 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         for response in self.responses:
             yield response
             # A warm-up asks for a few tokens and isn't what a test waits for.
-            if request.max_tokens != 4:
-                self._over.wait(self.pause_seconds)
+            if request.max_tokens != 4 and not self._over:
+                gone.wait(self.pause_seconds)
         answered.set()
 
     def UpdateSampling(self, request, context):
@@ -101,10 +103,14 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def release(self) -> None:
         """Ends every pause, so that no thread outlives its test."""
-        self._over.set()
+        self._over = True
+        for pause in tuple(self._pauses):
+            pause.set()
 
-    def _ended(self, answered: threading.Event) -> Callable[[], None]:
+    def _ended(self, answered: threading.Event, gone: threading.Event) -> Callable[[], None]:
         def callback() -> None:
             self.cancelled += not answered.is_set()
+            self._pauses.discard(gone)
+            gone.set()
 
         return callback

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import random
 import re
 import select
 import subprocess
@@ -36,6 +37,8 @@ class Terminal:
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
         os.close(slave)
         self._screen = ""
+        self.shown = ""
+        """All that was ever on the screen."""
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -46,25 +49,37 @@ class Terminal:
         while text not in self._screen:
             ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{text!r} does not come after {self._screen!r}"
-            try:
-                self._screen += os.read(self._master, 4096).decode().replace("\r\n", "\n")
-            except OSError:
-                raise AssertionError(f"the program has ended; {self._screen!r}") from None
+            self._look()
         shown, _, self._screen = self._screen.partition(text)
         return shown + text
 
+    def _look(self) -> None:
+        try:
+            more = os.read(self._master, 4096).decode().replace("\r\n", "\n")
+        except OSError:
+            raise AssertionError(f"the program has ended; {self._screen!r}") from None
+        self._screen += more
+        self.shown += more
+
     def interrupt_until(self, text: str) -> None:
-        """Ctrl-C, and again after silence: readline loses one that meets it between a key and its wait for the next."""
+        """Ctrl-C, and again after silence: readline keeps one that meets it between a key and its wait for the next, to the next one or the
+        line's end."""
         deadline = time.monotonic() + 90
         self.type("\x03")
         while text not in self._screen:
             assert time.monotonic() < deadline, f"{text!r} does not come after {self._screen!r}"
-            ready, _, _ = select.select([self._master], [], [], 5)
+            ready, _, _ = select.select([self._master], [], [], 2)
             if ready:
-                self._screen += os.read(self._master, 4096).decode().replace("\r\n", "\n")
+                self._look()
             else:
                 self.type("\x03")
         self._screen = self._screen.partition(text)[2]
+
+    def settle(self, name: str) -> None:
+        """To a prompt that no earlier Ctrl-C meets any more: one that readline has kept takes the first of these lines with it."""
+        self.type(f"/first\n/{name}\n")
+        self.until(f"no such command: /{name}")
+        self.until("\n> ")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -92,6 +107,7 @@ def test_a_conversation(terminal, orchestrator):
     terminal.type("half a li")
     terminal.until("half a li")
     terminal.interrupt_until("\n> ")
+    terminal.settle("none")
 
     orchestrator.pause_seconds = 60
     terminal.type("And then?\n")
@@ -105,11 +121,13 @@ def test_a_conversation(terminal, orchestrator):
     orchestrator.pause_seconds = 0
 
     orchestrator.fail_invalid()
+    terminal.settle("one")
     terminal.type("Refused\n")
-    assert "top_p: must be in (0, 1]" in terminal.until("\n> ")
+    terminal.until("top_p: must be in (0, 1]")
+    terminal.until("\n> ")
     orchestrator.fail(code_pb2.UNAVAILABLE, "gone for now")
     terminal.type("Unheard\n")
-    assert "gone for now" in terminal.until("now\n> ")
+    terminal.until("gone for now\n> ")
     orchestrator.error = None
 
     terminal.type("//slash\n")
@@ -135,6 +153,30 @@ def test_a_conversation(terminal, orchestrator):
     assert said(orchestrator.requests[-1]) == [system, ("user", "Anew")]
     terminal.type("/quit\n")
     assert terminal.process.wait(60) == 0
+
+
+def test_ctrl_c_at_any_moment_ends_an_answer_and_never_the_program(terminal, orchestrator):
+    moments = random.Random(7)
+    terminal.until("> ")
+    for turn in range(12):
+        orchestrator.pause_seconds = 600
+        terminal.type("Why?\n")
+        if turn % 3:
+            terminal.until("The sky is")
+        for _ in range(moments.choice((1, 2, 2, 5))):
+            # At prompts and in the midst of calls, as chance has it; nothing is awaited by this.
+            time.sleep(moments.random() * 0.01)
+            terminal.type("\x03")
+        terminal.settle(f"turn-{turn}")
+        orchestrator.pause_seconds = 0
+        terminal.type(f"Say {turn}\n")
+        terminal.until("blue.\n> ")
+        assert said(orchestrator.requests[-1])[-1] == ("user", f"Say {turn}")
+    assert terminal.process.poll() is None
+    assert orchestrator.cancelled >= 8  # those whose answer had begun
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
+    assert not re.search("Traceback|Exception|interrupted", terminal.shown)
 
 
 def test_kinds_and_the_end_of_the_input(orchestrator, tmp_path):

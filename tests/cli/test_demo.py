@@ -10,7 +10,8 @@ from rich.console import Console
 
 from tandem.cli import demo
 from tandem.cli.completion import Completion
-from tandem.cli.demo import _averaged, _doubts
+from tandem.cli.demo import _averaged, _Caller, _doubts
+from tandem.cli.interruptions import Interruptions
 from tandem.client import (
     FinishReason,
     GeneratedToken,
@@ -70,7 +71,8 @@ def test_where_there_is_time_both_run_twice_in_turns_and_are_shown_once(
     table = io.StringIO()
     screen = demo._Screen(Console(file=table), colour=False)
     with TandemClient(orchestrator.address) as client:
-        demo._compare(client, "Why?", "Why?", GenerationOptions(num_speculative_tokens=2), 60.0, screen)
+        caller = _Caller(client, "Why?", 60.0, Interruptions())
+        demo._compare(caller, "Why?", GenerationOptions(num_speculative_tokens=2), screen)
     assert [request.num_speculative_tokens for request in orchestrator.requests] == gammas  # the first one warms up
     assert {request.seed for request in orchestrator.requests[2:]} == {7}
     shown = capsys.readouterr().out

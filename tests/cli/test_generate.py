@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -253,6 +254,31 @@ def test_ctrl_c_cancels_the_call(orchestrator, tmp_path):
     while not orchestrator.cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
     assert orchestrator.cancelled == 1
+
+
+def test_more_of_them_end_it_without_a_word(orchestrator, tmp_path):
+    moments = random.Random(7)
+    orchestrator.pause_seconds = 600
+    for _ in range(4):
+        process = _process(orchestrator, tmp_path, "Why?")
+        assert process.stdout.read(10) == b"The sky is"
+        for _ in range(4):
+            time.sleep(moments.random() * 0.01)  # as a person's fingers have it; nothing is awaited by this
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        # From the second one on the system may end it.
+        assert process.returncode in (130, -signal.SIGINT)
+        assert err in (b"", b"tandem: interrupted\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_system_may_end_it_too(orchestrator, tmp_path, number, code):
+    orchestrator.pause_seconds = 600
+    process = _process(orchestrator, tmp_path, "Why?")
+    assert process.stdout.read(10) == b"The sky is"
+    process.send_signal(number)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == code
 
 
 def test_an_error_is_not_glued_to_the_text_before_it(orchestrator, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -317,9 +318,12 @@ def test_demo_fails_cleanly(stack):
     assert stack.listening() == set()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code", "more"),
+    [(signal.SIGINT, 130, 0), (signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 0), (signal.SIGHUP, 129, 0)],
+)
 @pytest.mark.parametrize("when", ["starting", "streaming"])
-def test_demo_interrupted_leaves_nothing(stack, number, code, when):
+def test_demo_interrupted_leaves_nothing(stack, number, code, more, when):
     stack.modes["orchestrator"] = ["--pause", "60"] if when == "streaming" else ["--mode", "never-ready"]
     process = stack.start("demo")
     if when == "streaming":
@@ -329,9 +333,14 @@ def test_demo_interrupted_leaves_nothing(stack, number, code, when):
     else:
         stack.wait_recorded(4)
     process.send_signal(number)
+    for _ in range(more):
+        time.sleep(0.002)  # too soon to be one signal, and before the services have stopped
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
     _, err = process.communicate(timeout=90)
-    assert process.returncode == code
-    assert "Traceback" not in err
+    # The last one may come when everything is stopped, and ends the process then.
+    assert process.returncode in ((code, -number) if more else (code,))
+    assert not re.search("Traceback|Exception", err)
     assert stack.listening() == set()
     assert not (stack.home / "state.json").exists()
 

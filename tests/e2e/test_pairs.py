@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import Endpoint
 from tandem.cli.readiness import open_probe
 from tandem.v1 import orchestrator_pb2 as api
@@ -92,7 +93,7 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
             time.sleep(0.05)
         time.sleep(2)  # a draft that is only away would be waited for no longer
         assert not stack.orchestrator.serving()
-        with open_probe(Endpoint("grpc", (stack.orchestrator.address,))) as probe:
+        with open_probe(Endpoint("grpc", (stack.orchestrator.address,)), Interruptions()) as probe:
             deadline = time.monotonic() + 60
             while not (answer := probe()).final:
                 assert time.monotonic() < deadline
