@@ -158,22 +158,23 @@ def test_a_conversation(terminal, orchestrator):
 def test_ctrl_c_at_any_moment_ends_an_answer_and_never_the_program(terminal, orchestrator):
     moments = random.Random(7)
     terminal.until("> ")
-    for turn in range(12):
+    for turn in range(30):
         orchestrator.pause_seconds = 600
         terminal.type("Why?\n")
         if turn % 3:
             terminal.until("The sky is")
-        for _ in range(moments.choice((1, 2, 2, 5))):
+        for _ in range(moments.choice((1, 2, 3, 5))):
             # At prompts and in the midst of calls, as chance has it; nothing is awaited by this.
-            time.sleep(moments.random() * 0.01)
+            time.sleep(moments.random() * 0.002)
             terminal.type("\x03")
         terminal.settle(f"turn-{turn}")
         orchestrator.pause_seconds = 0
         terminal.type(f"Say {turn}\n")
         terminal.until("blue.\n> ")
-        assert said(orchestrator.requests[-1])[-1] == ("user", f"Say {turn}")
+        # Not as the last one: a call that was cancelled may get there after its successor.
+        assert ("user", f"Say {turn}") in [said(request)[-1] for request in orchestrator.requests]
     assert terminal.process.poll() is None
-    assert orchestrator.cancelled >= 8  # those whose answer had begun
+    assert orchestrator.cancelled >= 10  # of 20 whose answer had begun, at the least
     terminal.type("/quit\n")
     assert terminal.process.wait(60) == 0
     assert not re.search("Traceback|Exception|interrupted", terminal.shown)

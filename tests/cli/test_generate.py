@@ -263,12 +263,12 @@ def test_more_of_them_end_it_without_a_word(orchestrator, tmp_path):
         process = _process(orchestrator, tmp_path, "Why?")
         assert process.stdout.read(10) == b"The sky is"
         for _ in range(4):
-            time.sleep(moments.random() * 0.01)  # as a person's fingers have it; nothing is awaited by this
+            time.sleep(moments.random() * 0.002)  # as a person's fingers have it; nothing is awaited by this
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        # From the second one on the system may end it.
+        # From the second one on the system may end it, at any byte of what it says.
         assert process.returncode in (130, -signal.SIGINT)
-        assert err in (b"", b"tandem: interrupted\n")
+        assert b"tandem: interrupted\n".startswith(err)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -18,7 +18,9 @@ import pytest
 import redis
 
 from tandem.cli.choices import SETTING
+from tandem.cli.processes import identify
 from tandem.cli.stack import grace_seconds
+from tandem.cli.state import RunningService, StackState, StateFile
 from tests.support.services import REPOSITORY
 
 SERVICES = ("redis", "draft", "target", "orchestrator")
@@ -379,3 +381,24 @@ def test_two_commands_at_once_do_not_start_two_stacks(stack):
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=90)
     assert first.returncode == 130
+
+
+def test_status_interrupted_does_not_wait_for_an_answer(tmp_path):
+    own = identify(os.getpid())
+    assert own is not None
+    home = tmp_path / "home"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        services = tuple(RunningService(name, own, address, "", "") for name in ("draft", "target", "orchestrator"))
+        StateFile(home).save(StackState("up", own, address, {}, services))
+        patient = "import sys; from tandem.cli import main, status; status.PROBE_SECONDS = 600; sys.exit(main.main())"
+        command = [sys.executable, "-c", patient, "status"]
+        process = subprocess.Popen(
+            command, env={**os.environ, "TANDEM_HOME": str(home)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        asked, _ = silent.accept()
+        with asked:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"tandem: interrupted\n")
