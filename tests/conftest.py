@@ -11,6 +11,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.channels import open_channel
 from tests.support.model_scripts import load_script
 from tests.support.services import MODELS, Stack, running_stack
 
@@ -46,7 +47,7 @@ def tiny_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def tiny_channel(tiny_stack: Stack) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(tiny_stack.orchestrator.address) as channel:
+    with open_channel(tiny_stack.orchestrator.address) as channel:
         yield channel
 
 
@@ -59,7 +60,7 @@ def same_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def same_channel(same_stack: Stack) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(same_stack.orchestrator.address) as channel:
+    with open_channel(same_stack.orchestrator.address) as channel:
         yield channel
 
 
@@ -71,6 +72,6 @@ def random_draft_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[g
     load_script("variants").random_draft(MODELS / "tiny-draft", draft, seed=7)
     with (
         running_stack(folder, MODELS / "tiny-target", draft) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield channel

@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.bench import STRIKES, YIELD_TOKENS, Bench
 from tandem.v1 import draft_pb2
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate, generate_all, request
 from tests.support.liars import LyingWorker, honest
 from tests.support.ports import free_port
@@ -71,7 +72,7 @@ def orchestrator(
 @pytest.fixture
 def channel(orchestrator: ServiceProcess, liar: LyingWorker) -> Iterator[grpc.Channel]:
     liar.lie = honest
-    with grpc.insecure_channel(orchestrator.address) as opened:
+    with open_channel(orchestrator.address) as opened:
         _until(lambda: _well(opened, orchestrator))
         yield opened
     liar.lie = honest

@@ -31,6 +31,7 @@ from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block,
 from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED as COUPLED
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
+from tests.support.channels import open_channel
 from tests.engine.harness import propose_item, sampled, verify_item
 from tests.support.generation import Generation, generate, paced_channel, request
 from tests.support.liars import METHODS, Lie, LyingWorker, StreamEnds, honest
@@ -102,13 +103,13 @@ def orchestrator(
 
 @pytest.fixture(scope="module")
 def channel(stack: Stack) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+    with open_channel(stack.orchestrator.address) as channel:
         yield channel
 
 
 @pytest.fixture(scope="module")
 def lied_to(orchestrator: ServiceProcess) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(orchestrator.address) as channel:
+    with open_channel(orchestrator.address) as channel:
         yield channel
 
 
@@ -146,7 +147,7 @@ def role(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def worker_channel(stack: Stack, role: str) -> Iterator[grpc.Channel]:
     options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(getattr(stack, role).address, options=options) as channel:
+    with open_channel(getattr(stack, role).address, options=options) as channel:
         yield channel
 
 
@@ -633,7 +634,7 @@ def test_a_target_that_refuses_is_unavailable(lied_to: grpc.Channel, target: Lyi
 
 @pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\x05abc", bytes(range(1, 200))])
 def test_bytes_that_are_no_request(stack: Stack, truth: tuple[Any, ...], data: bytes) -> None:
-    with grpc.insecure_channel(stack.orchestrator.address) as channel:
+    with open_channel(stack.orchestrator.address) as channel:
         call = channel.unary_stream("/tandem.v1.OrchestratorService/Generate")
         with pytest.raises(grpc.RpcError) as caught:
             list(call(data, timeout=60))
@@ -711,7 +712,7 @@ def test_a_caller_that_leaves_ends_the_work_at_once(
     _wait_for_the_draft(lied_to)
     host, _, port = orchestrator.address.rpartition(":")
     with ProxyThread(host, int(port)) as proxy:
-        channel = (paced_channel if point == "emit" else grpc.insecure_channel)(f"{host}:{proxy.port}")
+        channel = (paced_channel if point == "emit" else _hasty_channel)(f"{host}:{proxy.port}")
         try:
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             for timeout in TIMEOUTS[way]:

@@ -14,6 +14,7 @@ import pytest
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 from tests.support.generation import gather, generate, paced_channel, request
 from tests.support.services import MODELS, ServiceProcess, Stack, running_stack
 
@@ -73,11 +74,11 @@ class Load:
         self.finished = 0
         self.failures: list[str] = []
         self._stop = threading.Event()
-        with grpc.insecure_channel(stack.orchestrator.address) as channel:
+        with open_channel(stack.orchestrator.address) as channel:
             self._expected = [
                 [generate(channel, prompt, max_tokens=length, **FIELDS).ids for length in LENGTHS] for prompt in PROMPTS
             ]
-        self._channel = grpc.insecure_channel(_address(stack), options=CALLER_OPTIONS)
+        self._channel = open_channel(_address(stack), options=CALLER_OPTIONS)
         self._threads = [threading.Thread(target=self._call, args=(number,)) for number in range(callers)]
         for thread in self._threads:
             thread.start()
@@ -133,7 +134,7 @@ def test_what_outlasts_the_drain_ends_with_a_status_and_is_resumed(stack: Stack)
     """The target is stopped, so that the request can't end by itself within the time."""
     first, second = stack.orchestrators
     fields: dict[str, Any] = {**FIELDS, "max_tokens": 80}
-    with grpc.insecure_channel(second.address) as channel:
+    with open_channel(second.address) as channel:
         truth = generate(channel, PROMPTS[0], **fields)
     # Paced, so that the request is not at its end before the targets are stopped.
     with paced_channel(first.address) as channel, second.channel() as other:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tandem.v1 import sampling_pb2
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate, generate_all, request
 from tests.support.ports import free_port
 from tests.support.reference import Reference
@@ -38,7 +39,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[grpc.Chann
     folder = tmp_path_factory.mktemp("eager")
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield channel, f"http://{metrics}/metrics"
 

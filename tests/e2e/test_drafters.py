@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tandem.v1 import sampling_pb2
+from tests.support.channels import open_channel
 from tests.support.generation import generate_all, request
 from tests.support.ports import free_port
 from tests.support.reference import Reference
@@ -63,7 +64,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp(request.param)
         services = stack.enter_context(running_stack(folder, TARGET, TARGET, environment))
-        channel = stack.enter_context(grpc.insecure_channel(services.orchestrator.address))
+        channel = stack.enter_context(open_channel(services.orchestrator.address))
         yield Served(channel, request.param, f"http://{metrics}/metrics")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate_all, request
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -113,7 +114,7 @@ def smol_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Chan
     }
     with (
         running_stack(folder, MODELS / "smollm2-135m-instruct", MODELS / "smol-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield channel
 

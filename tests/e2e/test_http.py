@@ -24,6 +24,7 @@ import redis
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 from tests.support.browser import BROWSER, browsing
 from tests.support.generation import Generation, generate
 from tests.support.ports import free_port
@@ -105,7 +106,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder: Path = tmp_path_factory.mktemp("http")
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
         httpx2.Client(base_url=f"http://{listen}", timeout=60, trust_env=False) as http,
     ):
         yield Service(stack, f"http://{listen}/v1", channel, http)

@@ -24,6 +24,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_async_channel, open_channel
 from tests.engine.models import random_ids
 from tests.support.generation import generate, generate_all, paced_channel, request
 from tests.support.ledger import StackLedger
@@ -68,7 +69,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("load")
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield Watched(stack, metrics, channel)
 
@@ -294,7 +295,7 @@ class Crowd:
 
     async def run(self, count: int, concurrency: int = 12) -> None:
         pending = iter(range(count))
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with open_async_channel(self._address) as channel:
 
             async def caller() -> None:
                 for number in pending:

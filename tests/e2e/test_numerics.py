@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from tests.support.channels import open_channel
 from tests.support.generation import generate_all, request
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -25,7 +26,7 @@ def test_bfloat16_parts_from_plain_decoding_only_at_near_ties(tmp_path: Path) ->
     environment = {"TANDEM_TARGET_DTYPE": "bfloat16", "TANDEM_DRAFT_DTYPE": "bfloat16"}
     with (
         running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", environment) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         plain, speculative = (
             generate_all(

@@ -14,6 +14,7 @@ from tandem.cli.interruptions import Interruptions
 from tandem.cli.plan import Endpoint
 from tandem.cli.readiness import open_probe
 from tandem.v1 import orchestrator_pb2 as api
+from tests.support.channels import open_channel
 from tests.support.generation import generate, generate_all, refused_field, request
 from tests.support.model_scripts import load_script
 from tests.support.reference import Reference
@@ -31,7 +32,7 @@ def test_padding_of_the_vocabulary_is_never_proposed_nor_emitted(tmp_path: Path,
     expected = Reference(TARGET).greedy(prompt, 48)
     with (
         running_stack(tmp_path, models["target"], models["draft"]) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         for gamma in (0, 1, 5):
             result = generate(channel, prompt, temperature=0, max_tokens=48, num_speculative_tokens=gamma)
@@ -60,7 +61,7 @@ def test_a_short_draft_context_costs_only_speed(tmp_path: Path, same_channel: gr
     prompts = {length: [generator.randrange(5, 500) for _ in range(length)] for length in (20, 60, 64, 65, 200)}
     with (
         running_stack(tmp_path, TARGET, draft) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         requests = {
             length: request(prompt, temperature=0, max_tokens=80, ignore_eos=True, num_speculative_tokens=4)
@@ -99,7 +100,7 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
                 assert time.monotonic() < deadline
         assert f"the {wrong} model" in answer.reason
         if wrong == "draft":
-            with grpc.insecure_channel(stack.orchestrator.address) as channel:
+            with open_channel(stack.orchestrator.address) as channel:
                 result = generate(channel, [5, 6, 7], max_tokens=3, num_speculative_tokens=4)
             assert list(result.speculation.degraded_reasons) == ["draft_incompatible"]
 
@@ -107,7 +108,7 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
 def test_the_orchestrator_is_ready_without_a_draft_and_uses_it_when_it_comes(tmp_path: Path) -> None:
     with (
         running_stack(tmp_path, TARGET, DRAFT, {"TANDEM_DRAFT_START_SECONDS": "1"}) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         stack.draft.kill()
         stack.orchestrator.stop()

@@ -17,6 +17,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED
 from tandem.wire import encode_ids
+from tests.support.channels import open_channel
 from tests.support.generation import gather, paced_channel, request
 from tests.support.services import MODELS, Stack, running_stack
 
@@ -106,7 +107,7 @@ def _resumed(channel: grpc.Channel, request_id: str, caller: Caller) -> Caller:
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> dict[float, tuple[Any, ...]]:
     """What plain decoding says, by temperature."""
-    with grpc.insecure_channel(stack.orchestrators[1].address) as channel:
+    with open_channel(stack.orchestrators[1].address) as channel:
         calls = [request(PROMPT, num_speculative_tokens=0, **fields) for fields in (GREEDY, COUPLED)]
         return {each.temperature: gather(_stub(channel).Generate(each, timeout=60)).seen for each in calls}
 

@@ -13,6 +13,7 @@ import pytest
 from orchestrator.completion import FinishReason
 from orchestrator.vocabulary import Vocabulary
 from tandem.v1 import sampling_pb2
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate, generate_all, request
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -266,7 +267,7 @@ def faulty_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Ch
     folder = tmp_path_factory.mktemp("faulty")
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", faults=faults) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield channel
 

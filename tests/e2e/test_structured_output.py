@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from orchestrator.completion import FinishReason
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
+from tests.support.channels import open_channel
 from tests.support.generation import gather, generate_all, request
 from tests.support.reference import Reference
 from tests.support.services import MODELS, running_stack
@@ -208,7 +209,7 @@ def faulty_channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grpc.Ch
     folder = tmp_path_factory.mktemp("faulty")
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", faults=faults) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield channel
 

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tandem.v1 import orchestrator_pb2 as api
+from tests.support.channels import open_channel
 from tests.support.generation import gather, request
 from tests.support.services import MODELS, running_stack
 
@@ -275,7 +276,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tandem-fuzz-"))
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", ENVIRONMENT) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         fuzz = run(channel, count)
     print(

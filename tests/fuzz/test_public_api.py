@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from tandem.v1 import orchestrator_pb2 as api
+from tests.support.channels import open_channel
 from tests.fuzz import public_api
 from tests.support.services import MODELS, running_stack
 
@@ -16,7 +17,7 @@ REQUESTS = 200
 def test_random_requests_are_answered_or_refused_by_name(tmp_path: Path) -> None:
     with (
         running_stack(tmp_path, MODELS / "tiny-target", MODELS / "tiny-draft", public_api.ENVIRONMENT) as stack,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         fuzz = public_api.run(channel, REQUESTS, always_the_same=True)
     assert sum(fuzz.outcomes.values()) >= REQUESTS

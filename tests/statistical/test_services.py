@@ -35,6 +35,7 @@ from transformers.generation.logits_process import (
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc, sampling_pb2
+from tests.support.channels import open_async_channel
 from tests.support.generation import PACED, gather, request
 from tests.support.ports import free_port
 from tests.support.reference import Reference
@@ -165,7 +166,7 @@ def sample(
 
     async def run() -> Sequences:
         sequences = np.zeros((requests, TOKENS), dtype=np.int64)
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with open_async_channel(address) as channel:
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             seeds = iter(range(requests))
 
@@ -256,7 +257,7 @@ def sample_changed(address: str, gamma: int, requests: int) -> tuple[Sequences, 
 
             async def caller() -> None:
                 # Each on a connection that holds next to nothing back, or the request would be over before it is changed.
-                channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=PACED))
+                channel = await channels.enter_async_context(open_async_channel(address, PACED))
                 stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
                 for seed in seeds:
                     await one(stub, seed)

@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ def gather(responses: Iterable[api.GenerateResponse]) -> Generation:
     )
 
 
-PACED = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+PACED = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
 
 
-def paced_channel(address: str) -> grpc.Channel:
-    """A connection of its own that holds next to nothing back: a request is never more than a round or two ahead of what was
-    read of it, however long the test takes to do something in its midst."""
-    return grpc.insecure_channel(address, options=PACED)
+def paced_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+    """A connection that holds next to nothing back: a request is never more than a round or two ahead of what was read of it,
+    however long the test takes to do something in its midst."""
+    return open_channel(address, PACED, credentials, patient=False)
 
 
 def generate(channel: grpc.Channel, prompt: str | Sequence[int], **fields: Any) -> Generation:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from tests.support.channels import open_channel
 
 METHODS = {"draft": "/tandem.v1.DraftService/Propose", "target": "/tandem.v1.TargetService/Verify"}
 
@@ -29,7 +30,7 @@ class LyingWorker:
         self.heard: Callable[[Any], None] = lambda batch: None
         """Is told of each batch that the orchestrator sends."""
         self.describe: Callable[[worker_pb2.GetModelInfoResponse], None] = lambda info: None
-        channel = grpc.insecure_channel(upstream)
+        channel = open_channel(upstream)
         stub: Any
         batch: Any
         if role == "draft":

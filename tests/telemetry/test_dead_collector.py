@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from tandem import tracing
+from tests.support.channels import open_channel
 from tests.support.generation import generate
 from tests.support.ports import free_port
 from tests.support.services import MODELS, ServiceProcess
@@ -96,7 +97,7 @@ def test_requests_are_not_slower_spans_are_counted_as_dropped_and_the_end_comes_
 ) -> None:
     with (
         cut_off(observed, tmp_path) as (draft, orchestrator, metrics),
-        grpc.insecure_channel(orchestrator.address) as channel,
+        open_channel(orchestrator.address) as channel,
     ):
         wait_for_draft(metrics)
         pairs = [(seconds_of(channel), seconds_of(observed.channel)) for _ in range(REQUESTS)]

@@ -17,6 +17,7 @@ import pytest
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, gather, generate, paced_channel, request
 from tests.support.services import MODELS, running_stack
 from tests.support.tcp_proxy import Direction
@@ -386,7 +387,7 @@ def test_a_degraded_request_is_traced_where_the_sampler_leaves_all_others_out(tm
         pair = (MODELS / "tiny-target", MODELS / "tiny-draft")
         with (
             running_stack(tmp_path, *pair, environment) as stack,
-            grpc.insecure_channel(stack.orchestrator.address) as channel,
+            open_channel(stack.orchestrator.address) as channel,
         ):
             generate(channel, PROMPT, max_tokens=6, request_id="well")
             stack.draft.kill()

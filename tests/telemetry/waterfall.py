@@ -14,6 +14,7 @@ import grpc
 
 from tandem.cli.waterfall import draw, roots
 from tandem.v1 import orchestrator_pb2_grpc
+from tests.support.channels import open_channel
 from tests.support.generation import gather, request
 from tests.support.services import MODELS, ServiceProcess, running_stack
 from tests.telemetry.collector import Collector, Span, running_collector
@@ -29,7 +30,7 @@ def main() -> None:
         pair = (MODELS / "tiny-target", MODELS / "tiny-draft")
         with (
             running_stack(Path(folder), *pair, environment) as stack,
-            grpc.insecure_channel(stack.orchestrator.address) as channel,
+            open_channel(stack.orchestrator.address) as channel,
         ):
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             _run(stub, collector, new_trace())

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.channels import open_channel
 from tests.support.ports import free_port
 from tests.support.services import MODELS, ServiceProcess
 
@@ -66,13 +67,13 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
 
 @pytest.fixture
 def target_channel(target: ServiceProcess) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(target.address) as channel:
+    with open_channel(target.address) as channel:
         yield channel
 
 
 @pytest.fixture
 def draft_channel(draft: ServiceProcess) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(draft.address) as channel:
+    with open_channel(draft.address) as channel:
         yield channel
 
 

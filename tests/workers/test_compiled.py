@@ -13,6 +13,7 @@ import pytest
 
 from tandem.v1 import target_pb2
 from tandem.wire import decode_probs
+from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, verify_item
 from tests.support.ports import free_port
 from tests.support.reference import Reference
@@ -59,7 +60,7 @@ def test_all_is_compiled_before_it_serves_and_greedy_is_greedy_at_every_gamma(st
     compiled, serving = (next(at for at, line in enumerate(said) if part in line) for part in ("inductor:", "serving "))
     assert compiled < serving
     expected = Reference(MODELS / "tiny-target").greedy(PROMPT, TOKENS + 6)
-    with grpc.insecure_channel(process.address) as channel:
+    with open_channel(process.address) as channel:
         for gamma in (0, 1, 2, 5):
             stream = verify_stream(channel)
             committed, base, epoch = list(PROMPT), 0, 0

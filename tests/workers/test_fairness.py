@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, verify_item
 from tests.engine.models import random_ids
 from tests.support.services import ServiceProcess
@@ -22,8 +23,8 @@ def two(process: ServiceProcess, stream: Callable[[Any], PackedClient]) -> Itera
     """Streams of two orchestrators, each over a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     with (
-        grpc.insecure_channel(process.address, options) as one,
-        grpc.insecure_channel(process.address, options) as other,
+        open_channel(process.address, options) as one,
+        open_channel(process.address, options) as other,
     ):
         yield stream(one), stream(other)
 

@@ -14,6 +14,7 @@ import pytest
 
 from tandem.v1 import draft_pb2_grpc, sampling_pb2, target_pb2_grpc, worker_pb2
 from tandem.wire import decode_ids, decode_probs
+from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, sampled, verify_item
 from tests.engine.models import random_ids
 from tests.support.services import REPOSITORY, ServiceProcess
@@ -154,7 +155,7 @@ def test_streams_do_not_see_one_another(target_channel: grpc.Channel) -> None:
 
 @pytest.mark.parametrize("end", ["half-close", "cancel", "channel"])
 def test_sessions_end_with_their_stream(target: ServiceProcess, target_channel: grpc.Channel, end: str) -> None:
-    channel = grpc.insecure_channel(target.address)
+    channel = open_channel(target.address)
     stream = verify_stream(channel)
     for slot in range(SLOTS):
         assert reason(stream.ask(first_item(f"r{slot}"))) == ""
@@ -205,7 +206,7 @@ def test_a_batch_out_of_bounds_ends_the_stream(target_channel: grpc.Channel) -> 
 
 def test_a_message_over_grpcs_default_limit_is_an_items_error(target: ServiceProcess) -> None:
     stream = PackedClient.__new__(PackedClient)
-    with grpc.insecure_channel(target.address, options=[("grpc.max_send_message_length", 64 << 20)]) as channel:
+    with open_channel(target.address, options=[("grpc.max_send_message_length", 64 << 20)]) as channel:
         stream = verify_stream(channel)
         huge = verify_item("a", 0, np.full(2_000_000, 5, dtype=np.uint32), 0, sampling=GREEDY)
         assert reason(stream.ask(huge)) == "CONTEXT_EXCEEDED"

@@ -18,6 +18,7 @@ from tandem.config import settings_of
 from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2_grpc, worker_pb2
 from target_service.config import TargetConfig
+from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, verify_item
 from tests.engine.models import random_ids
 from tests.support.services import ServiceProcess
@@ -31,7 +32,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def first_health(address: str) -> int:
     """The first answer that the process gives. By default a channel would try to connect less and less often."""
     options = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")]
-    with grpc.insecure_channel(address, options=options) as channel:
+    with open_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=120).status)
 
@@ -40,7 +41,7 @@ def test_ready_only_when_the_model_has_run(start_worker: StartWorker) -> None:
     process = start_worker(cold=True)
     assert first_health(process.address) == NOT_SERVING
     assert process.serving(LIVENESS, 60)
-    with grpc.insecure_channel(process.address) as channel:
+    with open_channel(process.address) as channel:
         with pytest.raises(grpc.RpcError) as info:
             target_pb2_grpc.TargetServiceStub(channel).GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=60)
         assert info.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -70,7 +71,7 @@ def test_sigterm_while_loading(start_worker: StartWorker) -> None:
 def test_sigterm_serves_running_sessions_to_their_end(start_worker: StartWorker) -> None:
     process = start_worker(drain_seconds=120)
     process.wait_serving()
-    with grpc.insecure_channel(process.address) as channel:
+    with open_channel(process.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         next(watch)
         stream = verify_stream(channel)
@@ -90,7 +91,7 @@ def test_sigterm_serves_running_sessions_to_their_end(start_worker: StartWorker)
 def test_sigint_ends_a_session_that_stays_when_the_time_is_up(start_worker: StartWorker) -> None:
     process = start_worker("draft")
     process.wait_serving()
-    with grpc.insecure_channel(process.address) as channel:
+    with open_channel(process.address) as channel:
         stream = propose_stream(channel)
         assert reason(stream.ask(propose_item("a", 0, TOKENS, 0, 2, sampling=GREEDY))) == ""
         began = time.monotonic()

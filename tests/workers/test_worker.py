@@ -25,6 +25,7 @@ from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service import servicer
 from target_service.verifier import Verifier
+from tests.support.channels import open_async_channel
 from tests.engine.harness import GREEDY, verify_item
 from tests.engine.models import over_slots, random_ids, random_model
 from tests.support.ports import free_port
@@ -78,7 +79,7 @@ async def test_a_dead_engine_is_not_serving_and_refuses_calls() -> None:
     ended: list[bool] = []
     address = f"127.0.0.1:{free_port()}"
     worker = asyncio.create_task(serve(Config(address), spec_of(lm, ended)))
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_async_channel(address) as channel:
         await until(channel, health_pb2.HealthCheckResponse.SERVING)
         lm.forward = lm.self_test = broken  # type: ignore[method-assign, assignment]
         for _ in range(2):  # the stream on which it died, and any later one
@@ -99,7 +100,7 @@ async def test_nobody_waits_for_the_sessions_of_an_engine_that_dies_while_it_dra
     lm = over_slots(random_model())
     address = f"127.0.0.1:{free_port()}"
     worker = asyncio.create_task(serve(Config(address, drain_seconds=3600), spec_of(lm, [])))
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_async_channel(address) as channel:
         await until(channel, health_pb2.HealthCheckResponse.SERVING)
         call = target_pb2_grpc.TargetServiceStub(channel).Verify()
         await call.write(target_pb2.VerifyBatch(items=[verify_item("a", 0, random_ids(1, 9), 0, sampling=GREEDY)]))
