@@ -13,11 +13,16 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.channels import open_channel
 from tests.support.model_scripts import load_script
+from tests.support.reruns import Reruns
 from tests.support.services import MODELS, Stack, running_stack
 
 # The same examples in every run, however slow the machine is.
 settings.register_profile("tandem", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Reruns())
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

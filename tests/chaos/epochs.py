@@ -17,7 +17,8 @@ class EpochWatch:
     """A context manager; at its end everything that happened in it was seen."""
 
     def __init__(self, redis_url: str) -> None:
-        self._client = redis.Redis.from_url(redis_url)
+        # Without a limit: of itself the client would take a store that has nothing to say for five seconds for a dead one.
+        self._client = redis.Redis.from_url(redis_url, socket_timeout=None)
         self._at: dict[str, tuple[int, int]] = {}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._watching = threading.Event()

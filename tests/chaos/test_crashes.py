@@ -141,7 +141,7 @@ def test_the_store_goes_away_and_nothing_is_half_committed(stack: Stack, channel
     received: list[int] = []
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
     with pytest.raises(grpc.RpcError) as caught:
-        for response in stub.Generate(request(PROMPT, request_id="lost-store", **FIELDS), timeout=60):
+        for response in stub.Generate(request(PROMPT, request_id="lost-store", **FIELDS), timeout=120):
             received += [token.token_id for token in response.tokens]
             if len(received) > 40:
                 store.delete("tandem:{lost-store}:state")
@@ -177,6 +177,7 @@ def test_a_deadline_ends_the_request(stack: Stack, channel: grpc.Channel) -> Non
     finally:
         stack.target.signal(signal.SIGCONT)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    stack.orchestrator.wait_serving()  # it may have missed the target
     assert generate(channel, PROMPT, **FIELDS).usage[1] == TOKENS
     _until(lambda: _sessions(stack) == 0)
 

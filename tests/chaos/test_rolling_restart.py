@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -90,7 +91,7 @@ class Load:
             which, length = turn % len(PROMPTS), turn // len(PROMPTS) % len(LENGTHS)
             sent = request(PROMPTS[which], max_tokens=LENGTHS[length], **FIELDS)
             try:
-                ids = gather(stub.Generate(sent, timeout=60)).ids
+                ids = gather(stub.Generate(sent, timeout=120)).ids
             except grpc.RpcError as error:
                 self.failures.append(f"{error.code().name}: {error.details()}")  # type: ignore[attr-defined]
             else:
@@ -120,7 +121,7 @@ def test_a_rolling_restart_fails_no_request(stack: Stack) -> None:
         for service in stack.services:
             before = load.finished
             _restart(service)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while load.finished < before + 6 and not load.failures:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -133,30 +134,42 @@ def test_a_rolling_restart_fails_no_request(stack: Stack) -> None:
 def test_what_outlasts_the_drain_ends_with_a_status_and_is_resumed(stack: Stack) -> None:
     """The target is stopped, so that the request can't end by itself within the time."""
     first, second = stack.orchestrators
+    first.wait_serving()
     fields: dict[str, Any] = {**FIELDS, "max_tokens": 80}
     with open_channel(second.address) as channel:
         truth = generate(channel, PROMPTS[0], **fields)
     # Paced, so that the request is not at its end before the targets are stopped.
     with paced_channel(first.address) as channel, second.channel() as other:
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-        call = stub.Generate(request(PROMPTS[0], request_id="outlasts", **fields), timeout=60)
+        call = stub.Generate(request(PROMPTS[0], request_id="outlasts", **fields), timeout=120)
         ids = [token.token_id for token in next(call).tokens]
-        for target in stack.targets:
-            target.signal(signal.SIGSTOP)
-        first.signal(signal.SIGTERM)
-        with pytest.raises(grpc.RpcError) as caught:
-            for response in call:
-                ids += [token.token_id for token in response.tokens]
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-        assert "shutting down" in caught.value.details()  # type: ignore[attr-defined]
-        assert first.wait() == 0
-        for target in stack.targets:
-            target.signal(signal.SIGCONT)
+        with _stopped(stack.targets):
+            first.signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError) as caught:
+                for response in call:
+                    ids += [token.token_id for token in response.tokens]
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert "shutting down" in caught.value.details()  # type: ignore[attr-defined]
+            assert first.wait() == 0
+        second.wait_serving()  # its targets were away for a while
         rest = orchestrator_pb2_grpc.OrchestratorServiceStub(other).Generate(
-            api.GenerateRequest(request_id="outlasts", token_offset=len(ids)), timeout=60
+            api.GenerateRequest(request_id="outlasts", token_offset=len(ids)), timeout=120
         )
         ids += [token.token_id for response in rest for token in response.tokens]
     assert ids == truth.ids
+    first.start()
+    first.wait_serving()
+
+
+@contextlib.contextmanager
+def _stopped(services: list[ServiceProcess]) -> Iterator[None]:
+    for service in services:
+        service.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for service in services:
+            service.signal(signal.SIGCONT)
 
 
 def test_who_calls_while_it_stops_is_refused_as_unavailable(stack: Stack) -> None:

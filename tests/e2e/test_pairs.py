@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
@@ -106,14 +107,12 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
 
 
 def test_the_orchestrator_is_ready_without_a_draft_and_uses_it_when_it_comes(tmp_path: Path) -> None:
-    with (
-        running_stack(tmp_path, TARGET, DRAFT, {"TANDEM_DRAFT_START_SECONDS": "1"}) as stack,
-        open_channel(stack.orchestrator.address) as channel,
-    ):
+    with running_stack(tmp_path, TARGET, DRAFT, {"TANDEM_DRAFT_START_SECONDS": "1"}) as stack, contextlib.ExitStack() as end:
         stack.draft.kill()
         stack.orchestrator.stop()
         stack.orchestrator.start()
         stack.orchestrator.wait_serving()
+        channel = end.enter_context(open_channel(stack.orchestrator.address))
         fields = {"temperature": 0, "max_tokens": 20, "num_speculative_tokens": 4}
         plain = generate(channel, [5, 6, 7], **fields)
         assert plain.speculation.draft_tokens == 0

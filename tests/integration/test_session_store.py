@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def in_the_end(attempt: Callable[[], Awaitable[None]], seconds: float = 60.0) -> None:
+    """Repeats what may be repeated until the store answers: a busy machine may need longer than the little time it is given here."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await attempt()
+        except StoreUnavailable:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
 
 
 async def sudo(server: RedisServer, *words: str | bytes | float) -> Any:
@@ -608,7 +620,7 @@ class TestPipeline:
             assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
             proxy.resume()
             for owner in owners:
-                await store.commit(owner, 0, 3, encode(4))
+                await in_the_end(partial(store.commit, owner, 0, 3, encode(4)))
 
 
 class TestCancel:
@@ -649,8 +661,10 @@ class TestCancel:
             commit.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await commit
-            await asyncio.sleep(0.15)
-            assert tokens_of(await store.read("r")) == [1, 2, 3, 4]
+            deadline = time.monotonic() + 60
+            while tokens_of(await store.read("r")) != [1, 2, 3, 4]:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
             await store.commit(ownership, 0, 3, encode(4))
 
     async def test_a_commit_that_is_cancelled_at_once_is_not_sent(
@@ -670,10 +684,11 @@ class TestCancel:
             proxy.delay(0.05)
             creation = asyncio.ensure_future(create(store))
             await asyncio.sleep(after)
+            too_late = creation.done()  # on a busy machine as well
             creation.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await creation
-            assert creation.cancelled() or after > 0.1
+            assert creation.cancelled() or too_late or after > 0.1
         assert redis_server.command("DBSIZE") == (0 if creation.cancelled() else 2)
 
 
@@ -717,7 +732,7 @@ class TestAwayServer:
             with pytest.raises(StoreUnavailable):
                 await store.commit(ownership, 1, 4, encode(5))
             server.start()
-            await store.commit(ownership, 1, 4, encode(5))
+            await in_the_end(partial(store.commit, ownership, 1, 4, encode(5)))
             assert tokens_of(await store.read("r")) == [1, 2, 3, 4, 5]
 
     async def test_a_commit_waits_for_a_quick_restart(self, make_redis_server: Callable[..., RedisServer]) -> None:
@@ -771,7 +786,7 @@ class TestAwayServer:
                 await store.ping()
             assert counters(store).retries == retries, "a ping is not repeated"
             server.resume()
-            await store.commit(ownership, 0, 3, encode(4))
+            await in_the_end(partial(store.commit, ownership, 0, 3, encode(4)))
             snapshot = await store.read("r")
             assert tokens_of(snapshot) == [1, 2, 3, 4]
             assert snapshot is not None
@@ -786,7 +801,7 @@ class TestAwayServer:
                 await store.commit(owners[0], 0, 3, encode(4))
             proxy.cut(False)
             for owner in owners:
-                await store.commit(owner, 0, 3, encode(4))
+                await in_the_end(partial(store.commit, owner, 0, 3, encode(4)))
 
     @pytest.mark.parametrize("direction", Direction)
     async def test_half_closed_connections(self, proxy: TcpProxy, direction: Direction) -> None:
@@ -840,7 +855,7 @@ class TestRefusingServer:
                 with pytest.raises(StoreUnavailable):
                     await attempt
             redis_server.command("REPLICAOF", "NO", "ONE")
-            await store.ping()
+            await in_the_end(store.ping)
 
     async def test_a_commit_follows_the_address_to_the_promoted_replica(
         self, make_redis_server: Callable[..., RedisServer]
@@ -1060,7 +1075,7 @@ class TestDurability:
         primary, replica = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
         replica.command("REPLICAOF", *primary.peer_address)
         wait_until(lambda: bool(replica.info("replication").get("master_link_status") == "up"))
-        async with connected(primary.url, durability=Durability(replicas=1), retry_seconds=5.0) as store:
+        async with connected(primary.url, durability=Durability(replicas=1), retry_seconds=60.0, retry_attempts=1000) as store:
             ownership = await create(store)
             await store.commit(ownership, 0, 3, encode(4))
             assert replica.command("HGET", keys_of("r")[0], "epoch") == b"1"
@@ -1222,7 +1237,7 @@ def running_sentinel(kind: ServerKind, primary: RedisServer, folder: Path) -> It
         process = subprocess.Popen([str(kind.binary), str(settings), "--sentinel"], stdout=log, stderr=log)
     try:
         with redis.Redis(host="127.0.0.1", port=port) as client:
-            wait_until(lambda: _replicas_known(client) == 1, seconds=30)
+            wait_until(lambda: _replicas_known(client) == 1)
         yield port
     finally:
         process.kill()
@@ -1259,7 +1274,7 @@ class TestClose:
 
 async def test_the_observer_hears_of_everything(proxy: TcpProxy) -> None:
     observer = Recorder()
-    async with connected(url_of(proxy), observer) as store:
+    async with connected(url_of(proxy), observer, socket_timeout=30.0) as store:
         ownership = await create(store)
         await store.commit(ownership, 0, 3, encode(4))
         proxy.lose_next(Direction.TO_CLIENT)

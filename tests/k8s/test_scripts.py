@@ -41,7 +41,7 @@ def smoke(kubectl: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def forwarding(tmp_path: Path, tiny_stack: Stack) -> str:
     """A kubectl whose port-forward leads to services that run here."""
     address = tiny_stack.orchestrator.address
-    return executable(tmp_path / "kubectl", f'echo "Forwarding from {address} -> 50051"; exec sleep 60')
+    return executable(tmp_path / "kubectl", f'echo "Forwarding from {address} -> 50051"; exec sleep 300')
 
 
 def test_the_smoke_test_passes_with_speculation(forwarding: str) -> None:
@@ -82,7 +82,7 @@ def encrypting(tiny_stack: Stack, tmp_path: Path) -> Iterator[ServiceProcess]:
 
 def test_the_smoke_test_speaks_tls(encrypting: ServiceProcess, tmp_path: Path) -> None:
     port = encrypting.address.rpartition(":")[2]
-    kubectl = executable(tmp_path / "kubectl", f'echo "Forwarding from 127.0.0.1:{port} -> 50051"; exec sleep 60')
+    kubectl = executable(tmp_path / "kubectl", f'echo "Forwarding from 127.0.0.1:{port} -> 50051"; exec sleep 300')
     done = smoke(kubectl, TANDEM_TLS_ORCHESTRATOR_CA=encrypting.security.ca)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("answered: 32 tokens of ")

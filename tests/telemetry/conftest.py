@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -30,6 +31,18 @@ class Observed:
     def scrape(self, service: str) -> Scrape:
         return scrape(self.metrics[service])
 
+    def wait_scraped(self, service: str, what: Callable[[Scrape], bool]) -> Scrape:
+        """The first scrape of which it is so. A process counts a moment before or after it answers."""
+        deadline = time.monotonic() + 60
+        while not what(found := self.scrape(service)):
+            assert time.monotonic() < deadline, f"not counted by the {service}"
+            time.sleep(0.05)
+        return found
+
+    def log_lines(self) -> list[str]:
+        """Whole lines of the orchestrator: the last one may be under way."""
+        return self.stack.orchestrator.log.read_text().split("\n")[:-1]
+
 
 @pytest.fixture(scope="session")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
@@ -44,7 +57,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             "TANDEM_LOG_LEVEL": "DEBUG",
             "TANDEM_TARGET_RETRY_SECONDS": "120",
             "TANDEM_HTTP_LISTEN": http,
-            "TANDEM_DRAFT_TIMEOUT_SECONDS": "5",  # one test stops the draft
+            "TANDEM_DRAFT_TIMEOUT_SECONDS": "10",  # one test stops the draft
             **{f"TANDEM_{service.upper()}_METRICS_LISTEN": address for service, address in metrics.items()},
         }
         with (

@@ -31,5 +31,5 @@ class Scrape:
 
 
 def scrape(address: str) -> Scrape:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
         return Scrape(response.read().decode())

@@ -21,8 +21,7 @@ def lines_of(observed: Observed, trace_id: str, seconds: float = 60) -> list[dic
     """All lines that the orchestrator wrote of a trace, once its request has ended."""
     deadline = time.monotonic() + seconds
     while True:
-        written = observed.stack.orchestrator.log.read_text().splitlines()
-        lines = [json.loads(line) for line in written if trace_id in line]
+        lines = [json.loads(line) for line in observed.log_lines() if trace_id in line]
         if any(line["message"] == "request ended" for line in lines):
             return lines
         assert time.monotonic() < deadline, lines

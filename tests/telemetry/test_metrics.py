@@ -123,7 +123,7 @@ def mixed_requests(natural: Generation) -> list[object]:
 
 
 def test_callers_see_no_metrics_where_these_have_a_port_of_their_own(observed: Observed) -> None:
-    with httpx2.Client(base_url=f"http://{observed.http}", trust_env=False) as http:
+    with httpx2.Client(base_url=f"http://{observed.http}", timeout=60, trust_env=False) as http:
         assert http.get("/healthz").status_code == 200
         assert http.get("/metrics").status_code == 404
 
@@ -145,7 +145,13 @@ def test_emitted_is_accepted_and_recovered_and_bonus_is_what_was_used(observed: 
     assert [(result.reason, result.ids[-1], result.usage[1]) for result in results[:3]] == [
         (FinishReason.STOP, END, length) for length in (2, 5, 8)
     ]
-    change = Change(before, observed.scrape("orchestrator"))
+    ended = before.value("tandem_requests_total", outcome="OK") + len(results)
+    change = Change(
+        before,
+        observed.wait_scraped(
+            "orchestrator", lambda found: found.value("tandem_requests_total", outcome="OK") >= ended
+        ),
+    )
     kinds = Counter(TokenKind(kind).name.lower() for result in results for kind in result.kinds)
     completion_tokens = sum(result.usage[1] for result in results)
     for kind in TokenKind:
@@ -174,21 +180,28 @@ def test_metrics_move_while_a_request_runs(observed: Observed) -> None:
     _wait_until_idle(observed)
     before = observed.scrape("orchestrator")
     with paced_channel(observed.stack.orchestrator.address) as channel:
-        during = _amid_a_request(observed, channel)
-    change = Change(before, during)
-    assert change.total("tandem_rounds_total") >= 3
+        during = _amid_a_request(observed, channel, before)
     assert during.value("tandem_num_requests_running") == 1
-    assert during.value("tandem_replicas_ready", role="draft") == 1
     _wait_until_idle(observed)
-    assert Change(before, observed.scrape("orchestrator")).value("tandem_requests_total", outcome="CANCELLED") == 1
+    cancelled = before.value("tandem_requests_total", outcome="CANCELLED") + 1
+    observed.wait_scraped(
+        "orchestrator", lambda found: found.value("tandem_requests_total", outcome="CANCELLED") == cancelled
+    )
 
 
-def _amid_a_request(observed: Observed, channel: grpc.Channel) -> Scrape:
+def _amid_a_request(observed: Observed, channel: grpc.Channel, before: Scrape) -> Scrape:
+    """Once three rounds of it are counted, with the draft there."""
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
     call = stub.Generate(request(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0), timeout=60)
     for _ in range(3):
         next(call)
-    during = observed.scrape("orchestrator")
+    during = observed.wait_scraped(
+        "orchestrator",
+        lambda found: (
+            Change(before, found).total("tandem_rounds_total") >= 3
+            and found.value("tandem_replicas_ready", role="draft") == 1
+        ),
+    )
     call.cancel()
     return during
 
@@ -274,7 +287,7 @@ def test_no_label_and_no_log_holds_what_a_caller_chose(observed: Observed) -> No
                     if label == "le" and family.type == "histogram":
                         continue
                     assert value in LABELS[family.name.removesuffix("_created"), label], (sample.name, label, value)
-    assert observed.scrape("orchestrator").value("tandem_trace_spans_total", fate="exported") > 0
+    observed.wait_scraped("orchestrator", lambda found: found.value("tandem_trace_spans_total", fate="exported") > 0)
     for service in observed.stack.services:
         # The request's id is the one thing that a log holds.
         written = re.sub(rf'"(request_id)": "{MARK}[-\d]*"', "", service.log.read_text())
@@ -284,12 +297,15 @@ def test_no_label_and_no_log_holds_what_a_caller_chose(observed: Observed) -> No
 def test_the_speed_with_blocks_and_without_is_told_of_requests_with_a_fixed_gamma(observed: Observed) -> None:
     for _ in range(3):
         generate(observed.channel, PROMPT, max_tokens=40, temperature=0, num_speculative_tokens=3)
-    found = observed.scrape("orchestrator")
+    found = observed.wait_scraped(
+        "orchestrator",
+        lambda found: all(
+            found.value("tandem_expected_tokens_per_second", rounds=rounds) > 0 for rounds in ("speculative", "plain")
+        ),
+    )
     speculative, plain = (
         found.value("tandem_expected_tokens_per_second", rounds=rounds) for rounds in ("speculative", "plain")
     )
-    assert speculative > 0
-    assert plain > 0
     assert found.value("tandem_expected_speedup") == pytest.approx(speculative / plain, rel=0.05)
 
 

@@ -9,8 +9,9 @@ import secrets
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -28,6 +29,7 @@ from tests.telemetry.conftest import Observed
 PROMPT = "def read_lines(path):\n"
 CALLER_SPAN = "00f067aa0ba902b7"
 
+T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -251,8 +253,7 @@ def test_a_change_of_the_sampling_is_seen_in_the_trace_the_metrics_and_the_log(o
         ("tandem_generation_tokens_total", {}, result.usage[1]),
     ):
         assert after.value(name, **labels) - before.value(name, **labels) == risen, name
-    log = observed.stack.orchestrator.log.read_text()
-    assert "sampling updated" in log
+    _wait(lambda: "sampling updated" in observed.stack.orchestrator.log.read_text())
 
 
 def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed) -> None:
@@ -261,7 +262,7 @@ def test_a_trace_that_the_caller_does_not_sample_has_no_spans(observed: Observed
     gather(stub.Generate(request(PROMPT, max_tokens=8), metadata=metadata, timeout=60))
     traced(observed, request(PROMPT, max_tokens=4))
     assert observed.collector.trace(trace_id) == []
-    assert trace_id in observed.stack.orchestrator.log.read_text()
+    _wait(lambda: trace_id in observed.stack.orchestrator.log.read_text())
 
 
 def test_twenty_cancelled_streams_end_all_their_spans_and_leave_no_error(observed: Observed) -> None:
@@ -295,7 +296,8 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
     before = observed.scrape("orchestrator")
     observed.stack.draft.signal(signal.SIGSTOP)
     try:
-        sent = request(PROMPT, request_id="degraded-1", max_tokens=12, temperature=0, num_speculative_tokens=4)
+        request_id = f"degraded-{secrets.token_hex(4)}"
+        sent = request(PROMPT, request_id=request_id, max_tokens=12, temperature=0, num_speculative_tokens=4)
         result, spans = traced(observed, sent)
     finally:
         observed.stack.draft.signal(signal.SIGCONT)
@@ -310,14 +312,11 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
     assert any(name == "tandem.fallback" and attributes["tandem.reason"] in reasons for name, attributes in events)
     for span in spans:
         schema.check(span)
-    after = observed.scrape("orchestrator")
-    counted = [each.total("tandem_degraded_rounds_total") for each in (before, after)]
-    assert counted[1] - counted[0] == result.speculation.degraded_rounds
-    [line] = [
-        line
-        for line in observed.stack.orchestrator.log.read_text().splitlines()
-        if '"status"' in line and '"degraded-1"' in line
-    ]
+    counted = before.total("tandem_degraded_rounds_total") + result.speculation.degraded_rounds
+    observed.wait_scraped("orchestrator", lambda found: found.total("tandem_degraded_rounds_total") == counted)
+    [line] = _wait(
+        lambda: [line for line in observed.log_lines() if '"status"' in line and request_id in line]
+    )
     logged = json.loads(line)["degraded"]
     assert set(logged) == reasons
     assert sum(logged.values()) == result.speculation.degraded_rounds
@@ -337,7 +336,7 @@ def test_a_commit_that_is_repeated_is_seen_in_the_trace_and_the_metrics(observed
     spans = observed.collector.wait(trace_id, lambda spans: count(spans)["tandem.round"] >= result.speculation.rounds)
     events = [event for span in named(spans, "tandem.round") for event in span.events]
     assert "store" in [fields["tandem.role"] for name, fields in events if name == "tandem.retry"]
-    assert observed.scrape("orchestrator").value("tandem_store_retries_total") > before
+    observed.wait_scraped("orchestrator", lambda found: found.value("tandem_store_retries_total") > before)
     assert result.usage[1] == 60
 
 
@@ -358,17 +357,26 @@ def test_a_target_that_dies_is_seen_in_the_trace_the_metrics_and_the_log(observe
     assert rebuilds
     assert "StreamLost" in {fields["tandem.reason"] for fields in retries}
     assert any(name == "tandem.rollback" for name, _ in events)
-    after = observed.scrape("orchestrator")
     for counter, seen in (
         ("tandem_cache_rebuilds_total", len(rebuilds)),
         ("tandem_rounds_rescored_total", len(retries)),
     ):
-        assert after.total(counter) - before.total(counter) >= seen
-    lines = [json.loads(line) for line in observed.stack.orchestrator.log.read_text().splitlines() if trace_id in line]
+        risen = before.total(counter) + seen
+        observed.wait_scraped("orchestrator", lambda found, counter=counter, risen=risen: found.total(counter) >= risen)  # type: ignore[misc]
+    lines = [json.loads(line) for line in observed.log_lines() if trace_id in line]
     warnings = [line for line in lines if line["message"].startswith("the round is scored again")]
     assert len(warnings) == len(retries)
     assert {line["request_id"] for line in warnings} == {"outlives-its-target"}
     observed.stack.orchestrator.wait_serving()
+
+
+def _wait(what: Callable[[], T], seconds: float = 60) -> T:
+    """What it is once it is anything: a log has a line a moment after the answer."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
 
 
 def _all_ended(spans: list[Span]) -> bool:
@@ -383,6 +391,7 @@ def test_a_degraded_request_is_traced_where_the_sampler_leaves_all_others_out(tm
             "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
             "OTEL_TRACES_SAMPLER": "parentbased_always_off",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "TANDEM_TRACE_SLOW_SECONDS": "600",
         }
         pair = (MODELS / "tiny-target", MODELS / "tiny-draft")
         with (
@@ -393,6 +402,7 @@ def test_a_degraded_request_is_traced_where_the_sampler_leaves_all_others_out(tm
             stack.draft.kill()
             result = generate(channel, PROMPT, max_tokens=6, request_id="degraded", num_speculative_tokens=3)
             assert result.speculation.degraded_rounds > 0
+            _wait(lambda: collector.spans)
     assert [span.attributes["tandem.request_id"] for span in collector.spans] == ["degraded"]
     [span] = collector.spans
     schema.check(span)

@@ -17,7 +17,7 @@ class PackedClient:
     def __init__(self, call: Any, batch: Any) -> None:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._batch = batch
-        self.call = call(iter(self._outgoing.get, None), timeout=120)
+        self.call = call(iter(self._outgoing.get, None), timeout=300)
         self._answers: Iterator[Any] = (item for message in self.call for item in message.items)
 
     def send(self, items: Sequence[Any], release: Sequence[str] = ()) -> None:

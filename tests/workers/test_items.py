@@ -44,7 +44,7 @@ def assert_all_slots_are_free(channel: grpc.Channel) -> None:
 
 def test_model_info(target_channel: grpc.Channel, draft_channel: grpc.Channel) -> None:
     request = worker_pb2.GetModelInfoRequest()
-    info = target_pb2_grpc.TargetServiceStub(target_channel).GetModelInfo(request, timeout=10)
+    info = target_pb2_grpc.TargetServiceStub(target_channel).GetModelInfo(request, timeout=60)
     assert info.model.endswith("tiny-target")
     assert info.vocabulary_size == info.padded_vocabulary_size == VOCABULARY
     assert len(info.vocabulary_fingerprint) == 32
@@ -52,7 +52,7 @@ def test_model_info(target_channel: grpc.Channel, draft_channel: grpc.Channel) -
     assert list(info.end_token_ids) == [0]
     assert (info.dtype, info.device) == ("float32", "cpu")
     assert info.max_speculative_tokens == 16
-    of_draft = draft_pb2_grpc.DraftServiceStub(draft_channel).GetModelInfo(request, timeout=10)
+    of_draft = draft_pb2_grpc.DraftServiceStub(draft_channel).GetModelInfo(request, timeout=60)
     assert of_draft.vocabulary_fingerprint == info.vocabulary_fingerprint
 
 

@@ -1,0 +1,89 @@
+"""What is run again when it fails, what isn't, and that it can't be overlooked: by real runs of pytest in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.reruns import MOST, may_run_again
+from tests.support.services import REPOSITORY
+
+CONFTEST = """
+import pytest
+from tests.support import reruns
+
+reruns.DELAY_SECONDS = 0
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(reruns.Reruns())
+
+
+@pytest.fixture(scope="module")
+def tries():
+    return {}
+"""
+FAILS_ONCE = """
+def test_{name}(tries):
+    print("said by {name}")
+    tries["{name}"] = tries.get("{name}", 0) + 1
+    assert tries["{name}"] > 1, "as unlucky as {name}"
+"""
+
+
+def run(folder: Path, tests: dict[str, list[str]]) -> tuple[int, str]:
+    """The exit status and the output of a run of tests that each fail the first time, by the folder that they are in."""
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib --strict-markers -raR\n")
+    for where, names in tests.items():
+        at = folder / "tests" / where
+        at.mkdir(parents=True)
+        (at / "test_unlucky.py").write_text("".join(FAILS_ONCE.format(name=name) for name in names))
+    (folder / "tests" / "conftest.py").write_text(CONFTEST)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--rootdir", str(folder), "-p", "no:cacheprovider", "tests"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_fails_once_passes_and_is_listed_with_how_it_failed(tmp_path: Path) -> None:
+    names = [f"process_{number}" for number in range(MOST)]
+    status, output = run(tmp_path, {"chaos": names})
+    assert status == 0, output
+    assert f"{MOST} passed, {MOST} rerun" in output
+    for name in names:
+        assert f"RERUN tests/chaos/test_unlucky.py::test_{name}" in output
+        assert f"run again: tests/chaos/test_unlucky.py::test_{name}" in output
+        assert f"AssertionError: as unlucky as {name}" in output
+        assert f"said by {name}" in output
+
+
+def test_one_more_than_may_be_run_again_fails_the_run(tmp_path: Path) -> None:
+    status, output = run(tmp_path, {"cli": [f"process_{number}" for number in range(MOST + 1)]})
+    assert f"{MOST + 1} passed, {MOST + 1} rerun" in output
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert f"FAILED: {MOST + 1} tests were run again" in output
+
+
+def test_a_law_holds_the_first_time(tmp_path: Path) -> None:
+    status, output = run(tmp_path, {"statistical": ["law"]})
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert "1 failed" in output
+    assert "rerun" not in output
+
+
+def test_each_folder_is_one_or_the_other() -> None:
+    again = {path.name for path in (REPOSITORY / "tests").iterdir() if may_run_again(Path("tests") / path.name / "t.py")}
+    assert again == {"bench", "chaos", "cli", "e2e", "integration", "k8s", "security", "telemetry", "workers"}
+    compared = [path.name for path in (REPOSITORY / "tests" / "e2e").glob("test_*.py")]
+    told = {name for name in compared if may_run_again(Path("tests/e2e") / name)}
+    assert told == {"test_http.py", "test_load.py", "test_pairs.py", "test_resume.py", "test_tensor_parallel.py"}
