@@ -31,8 +31,8 @@ from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, check_block,
 from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED as COUPLED
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
-from tests.support.channels import open_channel
 from tests.engine.harness import propose_item, sampled, verify_item
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate, paced_channel, request
 from tests.support.liars import METHODS, Lie, LyingWorker, StreamEnds, honest
 from tests.support.ports import free_port

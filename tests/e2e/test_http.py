@@ -24,8 +24,8 @@ import redis
 
 from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.channels import open_channel
 from tests.support.browser import BROWSER, browsing
+from tests.support.channels import open_channel
 from tests.support.generation import Generation, generate
 from tests.support.ports import free_port
 from tests.support.services import MODELS, REPOSITORY, Stack, running_stack

@@ -25,8 +25,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from tandem.v1 import orchestrator_pb2_grpc
-from tests.support.channels import open_async_channel, open_channel
 from tests.engine.models import random_ids
+from tests.support.channels import open_async_channel, open_channel
 from tests.support.generation import generate, generate_all, paced_channel, request
 from tests.support.ledger import StackLedger
 from tests.support.ports import free_port

@@ -107,7 +107,10 @@ def test_other_token_strings_are_refused_before_readiness(tmp_path: Path, wrong:
 
 
 def test_the_orchestrator_is_ready_without_a_draft_and_uses_it_when_it_comes(tmp_path: Path) -> None:
-    with running_stack(tmp_path, TARGET, DRAFT, {"TANDEM_DRAFT_START_SECONDS": "1"}) as stack, contextlib.ExitStack() as end:
+    with (
+        running_stack(tmp_path, TARGET, DRAFT, {"TANDEM_DRAFT_START_SECONDS": "1"}) as stack,
+        contextlib.ExitStack() as end,
+    ):
         stack.draft.kill()
         stack.orchestrator.stop()
         stack.orchestrator.start()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
-
 from tandem.v1 import orchestrator_pb2 as api
-from tests.support.channels import open_channel
 from tests.fuzz import public_api
+from tests.support.channels import open_channel
 from tests.support.services import MODELS, running_stack
 
 REQUESTS = 200

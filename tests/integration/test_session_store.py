@@ -1075,7 +1075,9 @@ class TestDurability:
         primary, replica = (make_redis_server({"repl-diskless-sync-delay": "0"}) for _ in range(2))
         replica.command("REPLICAOF", *primary.peer_address)
         wait_until(lambda: bool(replica.info("replication").get("master_link_status") == "up"))
-        async with connected(primary.url, durability=Durability(replicas=1), retry_seconds=60.0, retry_attempts=1000) as store:
+        async with connected(
+            primary.url, durability=Durability(replicas=1), retry_seconds=60.0, retry_attempts=1000
+        ) as store:
             ownership = await create(store)
             await store.commit(ownership, 0, 3, encode(4))
             assert replica.command("HGET", keys_of("r")[0], "epoch") == b"1"

@@ -22,9 +22,7 @@ OWN_CONNECTIONS: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
-_WAITS: Options = (
-    ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "waitForReady": True}]})),
-)
+_WAITS: Options = (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "waitForReady": True}]})),)
 
 
 def open_channel(

@@ -82,7 +82,9 @@ class Reruns:
         for name in names:
             terminalreporter.write_line(f"run again: {name}")
         if len(names) > MOST:
-            terminalreporter.write_line(f"FAILED: {len(names)} tests were run again, and at most {MOST} may be", red=True)
+            terminalreporter.write_line(
+                f"FAILED: {len(names)} tests were run again, and at most {MOST} may be", red=True
+            )
 
 
 def may_run_again(path: Path) -> bool:

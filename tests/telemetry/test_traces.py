@@ -314,9 +314,7 @@ def test_a_draft_that_stops_is_seen_in_the_trace_the_metrics_and_the_log(observe
         schema.check(span)
     counted = before.total("tandem_degraded_rounds_total") + result.speculation.degraded_rounds
     observed.wait_scraped("orchestrator", lambda found: found.total("tandem_degraded_rounds_total") == counted)
-    [line] = _wait(
-        lambda: [line for line in observed.log_lines() if '"status"' in line and request_id in line]
-    )
+    [line] = _wait(lambda: [line for line in observed.log_lines() if '"status"' in line and request_id in line])
     logged = json.loads(line)["degraded"]
     assert set(logged) == reasons
     assert sum(logged.values()) == result.speculation.degraded_rounds

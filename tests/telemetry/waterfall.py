@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
-
 from tandem.cli.waterfall import draw, roots
 from tandem.v1 import orchestrator_pb2_grpc
 from tests.support.channels import open_channel

@@ -12,7 +12,7 @@ import pytest
 from tests.support.reruns import MOST, may_run_again
 from tests.support.services import REPOSITORY
 
-CONFTEST = """
+PLUGIN = """
 import pytest
 from tests.support import reruns
 
@@ -42,11 +42,29 @@ def run(folder: Path, tests: dict[str, list[str]]) -> tuple[int, str]:
         at = folder / "tests" / where
         at.mkdir(parents=True)
         (at / "test_unlucky.py").write_text("".join(FAILS_ONCE.format(name=name) for name in names))
-    (folder / "tests" / "conftest.py").write_text(CONFTEST)
+    (folder / "unlucky.py").write_text(PLUGIN)
+    # Neither folder `tests` is to hide the other: what is the repository's is imported first.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(folder), "-p", "no:cacheprovider", "tests"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "-p",
+            "rerunfailures",
+            "-p",
+            "unlucky",
+            "-p",
+            "no:cacheprovider",
+            "tests",
+        ],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
+        env={
+            **os.environ,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}",
+            "COLUMNS": "200",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -78,11 +96,14 @@ def test_a_law_holds_the_first_time(tmp_path: Path) -> None:
     status, output = run(tmp_path, {"statistical": ["law"]})
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "1 failed" in output
-    assert "rerun" not in output
+    assert "run again" not in output
+    assert "RERUN" not in output
 
 
 def test_each_folder_is_one_or_the_other() -> None:
-    again = {path.name for path in (REPOSITORY / "tests").iterdir() if may_run_again(Path("tests") / path.name / "t.py")}
+    again = {
+        path.name for path in (REPOSITORY / "tests").iterdir() if may_run_again(Path("tests") / path.name / "t.py")
+    }
     assert again == {"bench", "chaos", "cli", "e2e", "integration", "k8s", "security", "telemetry", "workers"}
     compared = [path.name for path in (REPOSITORY / "tests" / "e2e").glob("test_*.py")]
     told = {name for name in compared if may_run_again(Path("tests/e2e") / name)}

@@ -8,13 +8,12 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 import pytest
 
 from tandem.v1 import target_pb2
 from tandem.wire import decode_probs
-from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, verify_item
+from tests.support.channels import open_channel
 from tests.support.ports import free_port
 from tests.support.reference import Reference
 from tests.support.services import MODELS

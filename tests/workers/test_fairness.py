@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
-
-from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, verify_item
 from tests.engine.models import random_ids
+from tests.support.channels import open_channel
 from tests.support.services import ServiceProcess
 from tests.workers.client import PackedClient, propose_stream, reason, verify_stream
 from tests.workers.conftest import StartWorker

@@ -14,9 +14,9 @@ import pytest
 
 from tandem.v1 import draft_pb2_grpc, sampling_pb2, target_pb2_grpc, worker_pb2
 from tandem.wire import decode_ids, decode_probs
-from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, sampled, verify_item
 from tests.engine.models import random_ids
+from tests.support.channels import open_channel
 from tests.support.services import REPOSITORY, ServiceProcess
 from tests.workers.client import PackedClient, propose_stream, reason, verify_stream
 from tests.workers.conftest import CONTEXT, SLOTS

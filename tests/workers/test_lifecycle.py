@@ -18,9 +18,9 @@ from tandem.config import settings_of
 from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2_grpc, worker_pb2
 from target_service.config import TargetConfig
-from tests.support.channels import open_channel
 from tests.engine.harness import GREEDY, propose_item, verify_item
 from tests.engine.models import random_ids
+from tests.support.channels import open_channel
 from tests.support.services import ServiceProcess
 from tests.workers.client import propose_stream, reason, verify_stream
 from tests.workers.conftest import StartWorker

@@ -25,9 +25,9 @@ from tandem.grpc_server import LIVENESS
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service import servicer
 from target_service.verifier import Verifier
-from tests.support.channels import open_async_channel
 from tests.engine.harness import GREEDY, verify_item
 from tests.engine.models import over_slots, random_ids, random_model
+from tests.support.channels import open_async_channel
 from tests.support.ports import free_port
 
 
