@@ -44,7 +44,7 @@ class Reruns:
         return sorted({report.nodeid for report in self._first_failures})
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-        if not config.pluginmanager.hasplugin("rerunfailures"):
+        if not config.pluginmanager.hasplugin("rerunfailures") or config.getoption("usepdb"):
             return
         for item in items:
             if may_run_again(item.path.relative_to(config.rootpath)):

@@ -24,8 +24,10 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="module")
-def tries():
-    return {}
+def tries(pytestconfig):
+    yield {}
+    with (pytestconfig.rootpath / "ended").open("a") as ended:
+        ended.write("x")
 """
 FAILS_ONCE = """
 def test_{name}(tries):
@@ -83,6 +85,7 @@ def test_what_fails_once_passes_and_is_listed_with_how_it_failed(tmp_path: Path)
         assert f"run again: tests/chaos/test_unlucky.py::test_{name}" in output
         assert f"AssertionError: as unlucky as {name}" in output
         assert f"said by {name}" in output
+    assert (tmp_path / "ended").read_text() == "x", "what the module shares lasts as long as the module"
 
 
 def test_one_more_than_may_be_run_again_fails_the_run(tmp_path: Path) -> None:
