@@ -214,8 +214,9 @@ def running_stack(
     fault to plant, by the module of the service; `replicas` says how many of a role there are, if not one; without `wait_ready`
     the orchestrators are started and not waited for. The last worker of each role in `linked` is in a network of its own.
 
-    Drafts, places and slots are waited for as long as it takes, unless `environment` says otherwise: on a busy machine a round would
-    now and then be degraded or a request refused, and it is for tests of that to want it. The first readiness waits for a draft, too."""
+    Drafts, places, slots and the store are waited for as long as it takes, unless `environment` says otherwise: on a busy machine a
+    round would now and then be degraded or a request refused, and it is for tests of that to want it. The first readiness waits for
+    a draft, too."""
     faults, replicas = faults or {}, replicas or {}
     extra = {
         "TANDEM_DRAFT_THREADS": "1",
@@ -225,6 +226,7 @@ def running_stack(
         "TANDEM_TARGET_MAX_WAITING_SECONDS": "600",
         "TANDEM_MAX_WAITING_SECONDS": "600",
         "TANDEM_DRAFT_START_SECONDS": "600",
+        "TANDEM_STORE_RETRY_SECONDS": "60",
         **(environment or {}),
     }
     addresses = {
