@@ -1,8 +1,8 @@
 """Linear layers whose weights lie in memory by their inputs, not by their outputs.
 
-On a CPU a verification multiplies each weight matrix with gamma + 1 rows. As modules store them, outputs first, six rows take up to
-twice the time of one; inputs first, a third more, and one row takes no longer. That is what makes speculation pay. Same values up to
-float32 rounding.
+On a CPU a verification multiplies each weight matrix with gamma + 1 rows. As modules store them, outputs first, four rows and more
+cost the general matrix product much more than one does; inputs first they cost less, and one row costs no more. Other layouts are
+faster for many rows and slower for one (docs/decisions.md). Same values up to float32 rounding.
 """
 
 from __future__ import annotations
