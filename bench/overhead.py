@@ -27,6 +27,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from .caller import Heard, generate, generate_together
 from .echo import measure_echo
 from .fixed_workers import ECHO_METHOD, TIMINGS_METHOD
+from .placement import Cores, allowed_cores, placed_on
 from .round_bytes import RoundBytes, round_bytes
 from .services import REPOSITORY, NotMeasured, free_address, running, running_store
 from .statistic import median, quantile
@@ -55,6 +56,8 @@ class OverheadOptions:
     tokenizer: Path = TOKENIZER
     profile: Path | None = None
     """Where to write a profile of the orchestrator; it slows it down."""
+    own_core: bool = False
+    """The orchestrator has a core of its own, and all others share the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,30 +264,47 @@ async def _running(options: OverheadOptions, folder: Path) -> AsyncIterator[_Ben
     draft, target, listen = free_address(), free_address(), free_address()
     workers = fixed_workers(draft, target, options)
     profiled = ["bench.profiled_orchestrator", str(options.profile)] if options.profile else ["orchestrator"]
-    with running_store(folder) as redis_url:
+    own, rest = _cores(options)
+    with placed_on(rest), running_store(folder) as redis_url:
         environment = orchestrator_environment(listen, draft, target, redis_url, options)
         with (
             running("workers", workers, {}, folder) as fixed,
+            placed_on(own),
             running("orchestrator", ["-m", *profiled], environment, folder) as orchestrator,
+            placed_on(rest),
         ):
             fixed.wait_serving(target)
             orchestrator.wait_serving(listen)
             async with grpc.aio.insecure_channel(listen) as calls, grpc.aio.insecure_channel(target) as side:
                 await wait_for_draft(calls, options)
-                without = partial(_without_draft, target, redis_url, options, folder)
+                without = partial(_without_draft, target, redis_url, options, folder, (own, rest))
                 yield _Bench(calls, side, psutil.Process(orchestrator.process.pid), without)
 
 
 @contextlib.asynccontextmanager
 async def _without_draft(
-    target: str, redis_url: str, options: OverheadOptions, folder: Path
+    target: str, redis_url: str, options: OverheadOptions, folder: Path, cores: tuple[Cores, Cores]
 ) -> AsyncIterator[_WithoutDraft]:
-    listen = free_address()
+    (own, rest), listen = cores, free_address()
     environment = orchestrator_environment(listen, "", target, redis_url, options)
-    with running("without-draft", ["-m", "orchestrator"], environment, folder) as orchestrator:
+    with (
+        placed_on(own),
+        running("without-draft", ["-m", "orchestrator"], environment, folder) as orchestrator,
+        placed_on(rest),
+    ):
         orchestrator.wait_serving(listen)
         async with grpc.aio.insecure_channel(listen) as calls:
             yield _WithoutDraft(calls, psutil.Process(orchestrator.process.pid))
+
+
+def _cores(options: OverheadOptions) -> tuple[Cores, Cores]:
+    """Those for the orchestrator, and those for all others; no core stands for any."""
+    if not options.own_core:
+        return frozenset(), frozenset()
+    cores = allowed_cores()
+    if len(cores) < 2:
+        raise NotMeasured("a core of its own takes two cores, and a system where processes can be placed")
+    return frozenset({min(cores)}), cores - {min(cores)}
 
 
 def fixed_workers(draft: str, target: str, options: OverheadOptions) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import acceptance, services, weight_layouts
+from bench import acceptance, overhead, services, weight_layouts
 from bench.__main__ import main
+from bench.placement import allowed_cores
 from bench.prompts import PROMPT_CLASSES
 from tests.support.forked_services import ForkedService
 from tests.support.services import MODELS, REPOSITORY
@@ -50,6 +52,22 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "bytes per round" in printed
     assert "orchestrator/decoder.py" in printed
+
+
+@pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores and a system where processes can be placed")
+def test_an_orchestrator_with_a_core_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = allowed_cores(), {}
+
+    def watched(name: str, *arguments: Any) -> Any:
+        seen[name] = allowed_cores()
+        return services.running(name, *arguments)
+
+    monkeypatch.setattr(overhead, "running", watched)
+    amount = ["--requests", "1", "--gamma", "0", "--rounds", "30", "--repeats", "1"]
+    assert main(["overhead", *amount, "--own-core", "--json", str(tmp_path / "numbers.json")]) == 0
+    own = frozenset({min(before)})
+    assert seen == {"workers": before - own, "orchestrator": own, "without-draft": own}
+    assert allowed_cores() == before
 
 
 def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
