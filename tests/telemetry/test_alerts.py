@@ -126,8 +126,8 @@ def traffic(watched: Watched) -> Iterator[None]:
     for caller in callers:
         caller.start()
     yield
+    stop.set()  # first, or they would ask for ever where the stack can't be restored
     watched.stack.restore()
-    stop.set()
     for caller in callers:
         caller.join()
 
