@@ -176,15 +176,15 @@ class Stack:
                 proxy.do(TcpProxy.heal)
         for link in self.links.values():
             link.join()
-        for service in self.services:
-            service.signal(signal.SIGCONT)
-            if service.process is None or service.process.poll() is not None:
-                service.start()
         with redis.Redis.from_url(self.redis_url) as store:
             store.client_unpause()
             store.config_set("maxmemory", "0")
             store.flushdb()
-        for service in self.services:
+        for service in self.services:  # a worker before who waits for it
+            service.signal(signal.SIGCONT)
+            if not service.serving(seconds=10):  # it has ended, or was told to
+                service.stop()
+                service.start()
             service.wait_serving(RESTORE_SECONDS)
 
 
