@@ -70,8 +70,9 @@ class Stack:
                 for spec in self._to_start:
                     self._start_one(spec)
                 self._wait_ready()
-                with self._interruptions.released():  # the last moment at which it stops what has been started
-                    self._check_children()
+                self._check_children()
+                with self._interruptions.released():
+                    pass  # the last moment at which it stops what has been started
             except BaseException:
                 self.stop()
                 raise
