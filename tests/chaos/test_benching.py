@@ -146,7 +146,7 @@ def test_one_that_never_answers_is_benched_after_some_strikes(
     liar.lie = _silent
     results: list[Generation] = []
     _until(lambda: _kept(results, generate(channel, PROMPT, **{**FIELDS, "max_tokens": 200})).benched_drafts == 1)
-    assert all(result.seen == truth for result in results)
+    assert [result.seen for result in results] == [truth] * len(results)
     assert _benchings(metrics, "draft_timeout") == before + 1
     after = generate(channel, PROMPT, **FIELDS)
     assert after.seen[0] == truth[0][: len(after.ids)]
@@ -178,7 +178,7 @@ def test_one_whose_guesses_are_worthless_is_benched(channel: grpc.Channel, liar:
     while not benched:
         assert time.monotonic() < deadline
         results = generate_all(channel, [request(PROMPT, **FIELDS)] * 2)
-        assert all(result.seen == truth for result in results)
+        assert [result.seen for result in results] == [truth] * len(results)
         benched = sum(result.speculation.benched_drafts for result in results)
     assert _benchings(metrics, "draft_collapsed") == before + 1
 

@@ -1,8 +1,8 @@
 """A test of processes, terminals and clocks that fails is run once more, and the run ends with what failed the first time, and how.
 
 That a test was run again is a fault, of it or of the product, and to be filed as one: it only doesn't take the other tests' results
-along. What can't depend on processes and clocks is never run again: a law holds the first time. So do the comparisons of tokens in
-`tests/e2e`, though processes make these.
+along. What can't depend on processes and clocks is never run again: a law holds the first time. So do comparisons of tokens, though
+processes make these: neither the files of `tests/e2e` that are made of them are run again, nor any test that one of them failed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Reruns:
 
     def __init__(self) -> None:
         self._first_failures: list[pytest.TestReport] = []
+        self._tokens_differ = False
 
     @property
     def _names(self) -> list[str]:
@@ -48,16 +49,26 @@ class Reruns:
             return
         for item in items:
             if may_run_again(item.path.relative_to(config.rootpath)):
-                item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=DELAY_SECONDS))
+                item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=DELAY_SECONDS, condition=self._may_be_chance))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """What a failed test leaves behind, in stacks that go on, isn't to fail it again."""
+        self._tokens_differ = False
         if getattr(item, "execution_count", 1) > 1:
             from tests.support.services import running_stacks
 
             for stack in running_stacks():
                 stack.restore()
+
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> None:
+        """Is asked how to show what an assertion compared; this one only looks."""
+        if op == "==" and tokens_in(left) != tokens_in(right):
+            self._tokens_differ = True
+
+    def _may_be_chance(self) -> bool:
+        """Of the test that has just failed."""
+        return not self._tokens_differ
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome == "rerun":  # type: ignore[comparison-overlap]
@@ -93,3 +104,12 @@ def may_run_again(path: Path) -> bool:
         return False
     folder = path.parts[1]
     return folder in FOLDERS and not (folder == "e2e" and path.name in LAWS)
+
+
+def tokens_in(value: object) -> list[list[int]]:
+    """The lists of ids in what a test compares: a list of them, or a list or a tuple that has some, such as all that a caller saw."""
+    if not isinstance(value, list | tuple):
+        return []
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return [value]
+    return [found for each in value for found in tokens_in(each)]
