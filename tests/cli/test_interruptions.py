@@ -112,6 +112,20 @@ def test_what_is_over_is_not_cancelled(interruptions):
     assert not cancelled.is_set()
 
 
+def test_who_was_started_deaf_to_ctrl_c_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interruptions = Interruptions()
+        with interruptions.installed():
+            interruptions.leave_ctrl_c_to_python()
+            press(signal.SIGINT)
+            assert not interruptions.noted
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_handlers_are_gone_when_nothing_has_arrived():
     before = [signal.getsignal(number) for number in NUMBERS]
     interruptions = Interruptions()

@@ -19,10 +19,9 @@ TOKENS = random_ids(1, 20, 512)
 @contextlib.contextmanager
 def two(process: ServiceProcess, stream: Callable[[Any], PackedClient]) -> Iterator[tuple[PackedClient, PackedClient]]:
     """Streams of two orchestrators, each over a connection of its own."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
     with (
-        open_channel(process.address, options) as one,
-        open_channel(process.address, options) as other,
+        open_channel(process.address) as one,
+        open_channel(process.address) as other,
     ):
         yield stream(one), stream(other)
 
