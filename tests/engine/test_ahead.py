@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,11 @@ class Pair:
         rows: int,
         stop_below: float = 0.0,
         gain: AheadGain | None = None,
+        support: int = 16,
     ) -> None:
         self.ahead = DraftAhead(rows, VOCABULARY, gain=gain) if rows else None
         lm = over_slots(pair[1], slots=8 + rows, max_length=160)
-        self.engine = engines.draft(lm, 16, ahead=self.ahead, stop_below=stop_below)
+        self.engine = engines.draft(lm, support, ahead=self.ahead, stop_below=stop_below)
         self.draft = Client(self.engine)
         self.target = UnhurriedTarget(engines.target(over_slots(pair[0], max_length=160)))
         self.target.ahead = self.ahead
@@ -115,6 +117,75 @@ async def test_text_and_blocks_are_those_of_a_draft_that_never_works_ahead(
     assert stats.ahead.misses > 5
     assert 0 < stats.ahead.used_tokens < stats.ahead.tokens
     assert all(answer.work.ahead in ("", "chain", "branch", "miss") for answer in eager.draft.answers if answer.work)
+
+
+def in_another_dtype(model: Any) -> Any:
+    """Its weights as float16 has them: what it computes differs by rounding alone."""
+    other = deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(parameter.half().float())
+    return other
+
+
+@dataclass(frozen=True)
+class Case:
+    """A draft that sampling went wrong with elsewhere; the numbers are those of tests/e2e/test_ahead.py."""
+
+    support: int
+    temperature: float = 1.0
+    other_dtype: bool = False
+    """Whether it is the target itself, in another dtype."""
+
+
+CASES = {
+    "H01-always-greedy": Case(support=1),
+    "H03-another-dtype": Case(support=VOCABULARY, other_dtype=True),
+    "H05-cut-to-eight": Case(support=8, temperature=1.5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_odd_drafts_may_work_ahead_too(engines: Engines, pair: tuple[Any, Any], name: str) -> None:
+    """Under REJECTION, whose blocks and text, seed for seed, are those of a draft that waits."""
+    case, (target, draft) = CASES[name], pair
+    models = (target, in_another_dtype(target) if case.other_dtype else draft)
+    eager, waiting = (Pair(engines, models, rows, support=case.support) for rows in (ROWS, 0))
+    accepted = 0
+    for seed in range(4):
+        found = await eager.run(str(seed), sampled(seed, case.temperature), look_ahead=True)
+        assert found == await waiting.run(str(seed), sampled(seed, case.temperature), look_ahead=True)
+        accepted += sum(found[1])
+    stats = eager.engine.stats
+    assert stats.invariant_violations == stats.ahead.failed_forwards == 0
+    assert stats.ahead.chain_hits + stats.ahead.branch_hits > 0
+    assert stats.ahead.misses > 0
+    sizes = {drafted.q.size for answer in eager.draft.answers for drafted in answer.result or ()}
+    assert max(sizes) == case.support
+    if case.other_dtype:
+        assert accepted > 0.95 * 4 * sum(ROUNDS)
+
+
+async def test_draws_of_another_position_are_seen(
+    engines: Engines, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted, and no invariant is broken: what is drafted ahead is drawn with the randomness of the position before."""
+    draws_with = DraftAhead.draws_with
+
+    def misplaced(self: DraftAhead, draw: Any, stop: Any) -> None:
+        def earlier(logits: torch.Tensor, rows: Sequence[Any], confident: Sequence[int]) -> Any:
+            return draw(logits, [(params, before[:-1]) for params, before in rows], confident)
+
+        draws_with(self, earlier, stop)
+
+    monkeypatch.setattr(DraftAhead, "draws_with", misplaced)
+    eager, waiting = (Pair(engines, pair, rows) for rows in (ROWS, 0))
+    same = [
+        await eager.run(str(seed), sampled(seed)) == await waiting.run(str(seed), sampled(seed)) for seed in range(3)
+    ]
+    assert not all(same)
+    assert eager.engine.stats.ahead.chain_hits + eager.engine.stats.ahead.branch_hits > 0
+    assert eager.engine.stats.invariant_violations == 0
 
 
 async def test_many_at_once_are_as_each_alone(engines: Engines, pair: tuple[Any, Any]) -> None:
