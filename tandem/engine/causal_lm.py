@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tandem.engine.compiled_steps import CompiledSteps
 from tandem.engine.faults import PieceNotFinite
 from tandem.engine.feed import Feed
+from tandem.engine.joined_layers import JoinedLayers
 from tandem.engine.slot_cache import LayerShape, SlotCache
 from tandem.engine.step_shapes import StepShape
 
@@ -37,15 +38,25 @@ class AttentionPattern:
 class CausalLM:
     """A transformers model with the slots of its sessions. Called from one thread only."""
 
-    def __init__(self, model: Any, pattern: AttentionPattern, cache: SlotCache, padded_vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pattern: AttentionPattern,
+        cache: SlotCache,
+        padded_vocabulary_size: int,
+        joined: JoinedLayers | None = None,
+    ) -> None:
+        """`joined` are the layers of the model, if they are run in another form than its own."""
         self._model = model
+        self._joined = joined
         self._pattern = pattern
         self.cache = cache
         self.padded_vocabulary_size = padded_vocabulary_size
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        # Eager attention adds its mask to the scores: a boolean one would be added as 0 and 1, silently.
-        self._additive_mask = model.config._attn_implementation == "eager"
+        # Eager attention adds its mask to the scores: a boolean one would be added as 0 and 1, silently. Joined layers
+        # take what all of them would make of a boolean one.
+        self._additive_mask = joined is not None or model.config._attn_implementation == "eager"
         self.columns = torch.arange(cache.columns, device=self.device)
         """The numbers of the columns, of which a forward looks at the first."""
         self.compiled: CompiledSteps | None = None
@@ -109,15 +120,26 @@ class CausalLM:
         looked at. Returns the logits of the last `keep` tokens of each row, 0: of all."""
         token_ids, positions = cells[0], cells[1]
         self.cache.begin(cells[2].reshape(-1), slots, held.shape[0])
+        mask = self._mask(positions, held)
+        logits = (
+            self._models_logits(token_ids, positions, mask, keep)
+            if self._joined is None
+            else self._joined.logits(token_ids, positions, mask, self.cache, keep)
+        )
+        self.cache.end()
+        return logits
+
+    def _models_logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor], keep: int
+    ) -> torch.Tensor:
         output = self._model(
             input_ids=token_ids,
-            attention_mask=self._mask(positions, held),
+            attention_mask=mask,
             position_ids=positions,
             cache=self.cache,
             use_cache=True,
             logits_to_keep=keep,
         )
-        self.cache.end()
         logits: torch.Tensor = output.logits
         return logits
 

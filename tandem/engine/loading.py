@@ -24,6 +24,7 @@ from tandem.engine.faults import ModelError
 from tandem.engine.feed import Feed
 from tandem.engine.forward_cost import ForwardCost
 from tandem.engine.job import RaggedModel
+from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.rank_group import LeadingLM, RankGroup, RankLost
 from tandem.engine.ranks import ALONE, Ranks
 from tandem.engine.slot_cache import SlotCache
@@ -182,10 +183,10 @@ def _load(options: ModelOptions) -> _OverSlots:
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
     # The parts that ranks have are no plain tensors.
-    if group is None and inputs_first_pays(model):
-        logger.info("%d linear layers laid out for small batches", lay_inputs_first(model))
-    lm = CausalLM(model, pattern, cache, padded)
-    _check_against_model(model, lm)
+    lm = _for_small_batches(model, pattern, cache, padded) if group is None and inputs_first_pays(model) else None
+    if lm is None:
+        lm = CausalLM(model, pattern, cache, padded)
+        _check_against_model(model, lm)
     if options.compiled is not None:
         _prepare_steps(lm, options.compiled)
     return _OverSlots(model, tokenizer, lm, group)
@@ -433,6 +434,21 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
             f"model type {model.config.model_type!r} gives other logits over the slot cache (relative difference "
             f"{difference:.2g}): it doesn't follow the positions and masks it is given"
         )
+
+
+def _for_small_batches(model: Any, pattern: AttentionPattern, cache: SlotCache, padded: int) -> CausalLM | None:
+    """The model with its layers joined, where they are known; None where they are not, its weights laid out anew."""
+    if not can_be_joined(model):
+        logger.info("%d linear layers laid out for small batches", lay_inputs_first(model))
+        return None
+    lm = CausalLM(model, pattern, cache, padded, JoinedLayers(model))
+    try:
+        _check_against_model(model, lm)
+    except ModelError as error:
+        logger.warning("layers are not joined, since joined ones would be wrong: %s", error)
+        return None
+    logger.info("the operations of %d layers are joined for small batches", len(cache.layers))
+    return lm
 
 
 def _prepare_steps(lm: CausalLM, options: CompileOptions) -> None:

@@ -60,7 +60,11 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the states of the step, [batch, heads, width, dim], and returns all that its queries may see,
         [batch, heads, columns, dim]."""
-        return _store(self.keys, key_states, self._view), _store(self.values, value_states, self._view)
+        return self.store(_rows(key_states), _rows(value_states))
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for states [batch * width, heads, dim]."""
+        return _store(self.keys, keys, self._view), _store(self.values, values, self._view)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: stores are allocated at once."""
@@ -78,11 +82,14 @@ class SlotLayer(CacheLayerMixin):
         return int(self.keys.shape[1]) - 1
 
 
-def _store(store: torch.Tensor, states: torch.Tensor, view: StepView) -> torch.Tensor:
-    assert view.write is not None
+def _rows(states: torch.Tensor) -> torch.Tensor:
     batch, heads, width, dim = states.shape
-    rows = states.transpose(1, 2).reshape(batch * width, heads, dim)
-    store.view(-1, heads, dim).index_copy_(0, view.write, rows)
+    return states.transpose(1, 2).reshape(batch * width, heads, dim)
+
+
+def _store(store: torch.Tensor, rows: torch.Tensor, view: StepView) -> torch.Tensor:
+    assert view.write is not None
+    store.view(-1, *rows.shape[1:]).index_copy_(0, view.write, rows)
     held = store[:, : view.columns]
     read = held[view.slots] if isinstance(view.slots, slice) else held.index_select(0, view.slots)
     return read.transpose(1, 2)

@@ -7,6 +7,8 @@ faster for many rows and slower for one (docs/decisions.md). Same values up to f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -22,5 +24,14 @@ def lay_inputs_first(model: nn.Module) -> int:
     embedding gets a copy of its own: tokens are looked up by row."""
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
+        lay_side_by_side([layer])
     return len(layers)
+
+
+def lay_side_by_side(layers: Sequence[nn.Linear]) -> torch.Tensor:
+    """Lays the weights of layers that have the same inputs out as one, in place, and returns it: [inputs, all outputs]."""
+    joined = torch.cat([layer.weight.detach().t() for layer in layers], dim=1).contiguous()
+    parts = joined.split([layer.out_features for layer in layers], dim=1)
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part.t(), requires_grad=False)
+    return joined

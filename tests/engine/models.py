@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.engine import loading
 from tandem.engine.causal_lm import CausalLM
+from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.slot_cache import SlotCache
 from tandem.wire import IdArray
 
@@ -43,12 +44,13 @@ def random_model(model_type: str = "llama", seed: int = 0, **changes: Any) -> An
 
 
 def over_slots(model: Any, slots: int = 8, max_length: int = 64) -> CausalLM:
-    """The model with a slot cache."""
+    """The model with a slot cache, its layers joined where the loader would do so."""
     config = model.config.get_text_config()
     pattern = loading._attention_pattern(config)
     shapes = loading.layer_shapes(loading._probe(model))
     cache = SlotCache(shapes, slots, max_length, torch.float32, torch.device("cpu"))
-    lm = CausalLM(model, pattern, cache, int(model.get_output_embeddings().weight.shape[0]))
+    joined = JoinedLayers(model) if can_be_joined(model) else None
+    lm = CausalLM(model, pattern, cache, int(model.get_output_embeddings().weight.shape[0]), joined)
     loading._check_against_model(model, lm)
     return lm
 

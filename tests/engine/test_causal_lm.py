@@ -113,6 +113,10 @@ def test_greedy_equals_generate() -> None:
         ("gemma2", {"sliding_window": 6}),  # a cap on attention logits: eager, with an additive mask
         ("cohere2", {"sliding_window": 6, "num_hidden_layers": 4}),  # scaled logits, layers without rotation
         ("qwen2", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),  # joined, a dict of masks
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),  # learned positions
         ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # positions with an offset
         ("mixtral", {"num_local_experts": 4, "sliding_window": None}),

@@ -1,0 +1,84 @@
+"""Layers in few operations say what the model's own say; tests/engine/test_causal_lm.py has the batches."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine import joined_layers
+from tandem.engine.joined_layers import JoinedLayers, can_be_joined
+from tandem.engine.loading import ModelOptions, load
+from tests.engine.models import plain_logits, random_ids, random_model
+from tests.engine.test_causal_lm import TOLERANCE, greedy, relative
+from tests.support.services import MODELS
+
+TINY = MODELS / "tiny-target"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "known"),
+    [
+        ("llama", {}, True),
+        ("mistral", {"sliding_window": 6}, True),
+        ("qwen2", {}, True),
+        ("llama", {"attention_bias": True}, False),
+        ("llama", {"mlp_bias": True}, False),
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("qwen3", {}, False),  # norms of queries and keys
+        ("gemma3_text", {"sliding_window": 6}, False),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}, False),
+    ],
+)
+def test_only_layers_of_a_known_form_are_joined(model_type: str, changes: dict[str, object], known: bool) -> None:
+    assert can_be_joined(random_model(model_type, **changes)) is known
+
+
+def test_a_class_derived_from_a_known_one_is_not_joined() -> None:
+    model = random_model()
+    model.__class__ = type("Changed", (type(model),), {})
+    assert not can_be_joined(model)
+
+
+def test_the_models_own_layers_see_parts_of_the_joined_weights() -> None:
+    model = random_model(tie_word_embeddings=True)
+    ids = random_ids(1, 20)
+    expected, embedding = plain_logits(model, ids), model.get_input_embeddings().weight
+    joined = JoinedLayers(model)
+    assert relative(plain_logits(model, ids), expected) < TOLERANCE
+    assert model.get_input_embeddings().weight is embedding
+    held = {module.weight.untyped_storage().data_ptr() for module in model.modules() if type(module) is torch.nn.Linear}
+    assert len(held) == 2 * 4 + 1  # four products a layer, and the head's own copy
+    assert joined._head.untyped_storage().data_ptr() in held
+
+
+def test_layers_that_would_be_wrong_are_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_ids(3, 30, 512)
+    options = ModelOptions(str(TINY), slots=2, threads=1)
+    joined = load(options)
+    assert joined.lm._joined is not None  # type: ignore[attr-defined]
+    expected = greedy(joined.lm, prompt, 20)  # type: ignore[arg-type]
+
+    def turned_the_other_way(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        halves = heads.view(*heads.shape[:2], 2, -1)
+        return torch.addcmul(heads * cosines, halves.flip(2).view_as(heads), -sines)
+
+    monkeypatch.setattr(joined_layers, "_rotated", turned_the_other_way)
+    with caplog.at_level(logging.WARNING):
+        plain = load(options)
+    assert "layers are not joined, since joined ones would be wrong" in caplog.text
+    assert plain.lm._joined is None  # type: ignore[attr-defined]
+    assert greedy(plain.lm, prompt, 20) == expected  # type: ignore[arg-type]
+
+
+def test_weights_take_no_more_memory() -> None:
+    model = random_model(tie_word_embeddings=False)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    JoinedLayers(model)
+    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
+    assert sum(storage.nbytes() for storage in storages.values()) == before
+    assert np.isfinite(plain_logits(model, random_ids(1, 5)).numpy()).all()
