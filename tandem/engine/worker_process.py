@@ -70,9 +70,7 @@ class Worker(Generic[SettingsT]):
 
 def main(worker: Worker[Any]) -> int:
     """Runs the service and returns its exit status."""
-    # A model's weights are read from end to end in each step: with large pages a CPU does so 5 to 9 % faster, where the kernel
-    # leaves them to who asks. torch looks once, so it is asked before anything imports it.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    _prepare_torch()
     try:
         settings: WorkerSettings = config.load(worker.settings, sys.argv[1:], os.environ)
         telemetry.configure_logging(settings.role, settings.log_level, settings.log_format)
@@ -124,6 +122,18 @@ def main(worker: Worker[Any]) -> int:
         settings.role, worker.spans, os.environ, settings.metrics_listen, f"{prefix}_METRICS_LISTEN"
     )
     return grpc_server.run(serve(settings, spec, observer))
+
+
+def _prepare_torch() -> None:
+    """What torch and its OpenMP look up once, when they are imported; who has set it knows better.
+
+    A model's weights are read from end to end in each step: with large pages a CPU does so 5 to 9 % faster, where the kernel leaves
+    them to who asks. And a thread that waits for the next product keeps its core for 20 ms by default, in which the other worker's
+    step and the commit of the round want it; 10,000 turns are long enough for what lies between two products (docs/decisions.md).
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _rank_lost(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None], reason: str) -> None:
