@@ -40,7 +40,7 @@ class TargetConfig(WorkerSettings):
     )
     gather: bool = flag(
         "TANDEM_TARGET_GATHER",
-        False,
+        True,
         help="let a step wait a moment for requests that are about to come back, where that pays",
     )
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -68,9 +68,21 @@ class Worker(Generic[SettingsT]):
     status; None where this one serves. Blocking. Raises ConfigError."""
 
 
+def prepare_torch(environ: MutableMapping[str, str]) -> None:
+    """Sets what torch and its OpenMP look up once, when they are imported; who has set it knows better.
+
+    A model's weights are read from end to end in each step: with large pages a CPU does so 5 to 9 % faster, where the kernel leaves
+    them to who asks. And a thread that waits for the next product keeps its core for 20 ms by default, in which the other worker's
+    step and the commit of the round want it; 10,000 turns are long enough for what lies between two products (docs/decisions.md).
+    """
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def main(worker: Worker[Any]) -> int:
     """Runs the service and returns its exit status."""
-    _prepare_torch()
+    prepare_torch(os.environ)
     try:
         settings: WorkerSettings = config.load(worker.settings, sys.argv[1:], os.environ)
         telemetry.configure_logging(settings.role, settings.log_level, settings.log_format)
@@ -122,18 +134,6 @@ def main(worker: Worker[Any]) -> int:
         settings.role, worker.spans, os.environ, settings.metrics_listen, f"{prefix}_METRICS_LISTEN"
     )
     return grpc_server.run(serve(settings, spec, observer))
-
-
-def _prepare_torch() -> None:
-    """What torch and its OpenMP look up once, when they are imported; who has set it knows better.
-
-    A model's weights are read from end to end in each step: with large pages a CPU does so 5 to 9 % faster, where the kernel leaves
-    them to who asks. And a thread that waits for the next product keeps its core for 20 ms by default, in which the other worker's
-    step and the commit of the round want it; 10,000 turns are long enough for what lies between two products (docs/decisions.md).
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _rank_lost(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None], reason: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import acceptance, services, weight_layouts
+from bench import acceptance, forwards, services, weight_layouts
 from bench.__main__ import main
 from bench.placement import allowed_cores
 from bench.prompts import PROMPT_CLASSES
@@ -115,6 +115,20 @@ def test_tracing(tmp_path: Path) -> None:
     cases = json.loads(file.read_text())["tracing"]["cases"]
     assert [case["name"] for case in cases] == ["off", "1 % of the requests", "1 %, dead collector", "every request"]
     assert all(case["rounds_per_second"] > 0 and case["cpu"] > 0 for case in cases)
+
+
+def test_forwards_beside_transformers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set here, they are not the run's to set, and gone after it.
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    threads = torch.get_num_threads()
+    try:
+        assert forwards.main(["--model", str(MODELS / "tiny-target"), "--repeats", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("x")]
+    assert [int(row[0]) for row in rows] == list(forwards.ROWS)
+    assert all(len(row) == 4 for row in rows)
 
 
 def test_layouts_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
