@@ -4,6 +4,8 @@ The commit is the only point where tokens become real, and only what the caller 
 proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away. It fails too where the
 request's sampling was changed since the round began: neither round counts then, and a new decoder goes on from what is committed.
 
+A block is checked while the target verifies it, and the verification of what turns out to be no block is void.
+
 The next round's first item leaves as soon as the tokens are known: their text is made while it is answered. Only where they may end
 the completion, which the text may have to tell, it is made first.
 """
@@ -14,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from tandem import wire
@@ -21,7 +24,7 @@ from tandem.acceptance import Outcome, TargetRow, accept
 from tandem.randomness import Lane, UniformsAhead
 
 from .completion import Completion, EmittedToken
-from .drafting import DECLINED, Block, Drafting
+from .drafting import DECLINED, PLAIN, Block, Drafting, Proposed
 from .errors import DeadEnd
 from .gamma_controller import Choice, GammaPolicy
 from .logprobs import with_logprobs
@@ -132,15 +135,27 @@ class Decoder:
         record.chosen(choice)
         began = perf_counter()
         longest = self._plan.num_speculative_tokens
-        block = await self._drafting.propose(self._prefix, self._epoch, choice, longest, record)
-        proposed = perf_counter()
-        if block is DECLINED:
+        proposed = await self._drafting.propose(self._prefix, self._epoch, choice, longest, record)
+        asked = perf_counter()
+        if proposed is DECLINED:
             record.declined()
-        record.proposed(len(block.drafted))
-        rows = await self._scoring.verify(self._prefix, self._epoch, block, record)
+        record.proposed(len(proposed.token_ids))
+        block, rows = await self._verify(proposed, record)
         record.verified()
-        times = self._times(len(block.drafted), proposed - began, perf_counter() - proposed)
+        times = self._times(len(block.drafted), asked - began, perf_counter() - asked)
         return _Scored(block, rows, record, choice, times)
+
+    async def _verify(self, proposed: Proposed, record: RoundRecorder) -> tuple[Block, list[TargetRow]]:
+        """The block and the target's rows for it; of what turns out to be no block, those for none."""
+        if not proposed.token_ids:
+            return Block(), await self._scoring.verify(self._prefix, self._epoch, proposed, record)
+        look = partial(self._drafting.look_at, proposed, self._epoch, record)
+        rows = await self._scoring.verify(self._prefix, self._epoch, proposed, record, look)
+        block = self._drafting.confirm(proposed, self._epoch, record)
+        if not block.drafted:
+            self._scoring.settle(self._prefix.length, 0)
+            rows = await self._scoring.verify(self._prefix, self._epoch, PLAIN, record)
+        return block, rows
 
     def _times(self, block: int, propose_seconds: float, verify_seconds: float) -> RoundTimes:
         drafting, scoring = self._drafting, self._scoring
@@ -207,6 +222,9 @@ class Decoder:
 
 def _drop(ahead: asyncio.Task[_Scored]) -> None:
     """Nobody waits for it any more, nor wants to know how it failed."""
+    if ahead.done():
+        _hear(ahead)  # at once: a callback would be a turn of the event loop for each round
+        return
     ahead.cancel()
     ahead.add_done_callback(_hear)
 

@@ -2,6 +2,9 @@
 
 The draft is optional. Whatever goes wrong with it (slow, gone, out of room, wrong) degrades the round to plain decoding,
 with a reason that is counted and logged; the request tries again after a while. One that is late is first asked for less.
+
+What a draft sends is `Proposed`: its ids are checked, so that a target takes it. Only `Drafting.confirm` makes a `Block` of it, of which
+tokens can be accepted, and that checks q. It has the time of the verification for it: what turns out to be no block is verified in vain.
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from tandem import wire
-from tandem.acceptance import DraftContractError, Drafted, check_block, check_drafted
+from tandem.acceptance import DraftContractError, Drafted, are_supports, check_drafted, check_law
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
 from .block_limit import BlockLimit
@@ -58,8 +61,30 @@ class Block:
     look_ahead: Drafted | None = None
 
 
-PLAIN = Block()
-DECLINED = Block()
+@dataclass(slots=True)
+class Proposed:
+    """A draft's answer as far as a target has to know it."""
+
+    token_ids: Sequence[int] = ()
+    """gamma of them."""
+    supports: Sequence[bytes] = ()
+    """Encoded ids: one for each token, and perhaps one for the position after them."""
+    drafted: Callable[[], list[Drafted]] = list
+    """One for each support; raises DraftContractError or WireError."""
+    replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
+    asked: int = 0
+    """Tokens that the draft was asked for."""
+    wanted: int = 0
+    """Tokens that it would have been asked for, had it not been late."""
+    longest: int = 0
+    """The most that it may be asked for."""
+    unread_tokens: int = 0
+    block: Block | None = None
+    """None until it is confirmed."""
+
+
+PLAIN = Proposed(block=Block())
+DECLINED = Proposed(block=Block())
 """The draft has nothing to propose."""
 
 
@@ -128,6 +153,7 @@ class Drafting:
         self._asked_at = 0.0
         self._resume_at = 0.0
         self._standing: _Degraded | None = None
+        self._unconfirmed: Proposed | None = None
         self.ordinary = False
         """Whether the draft had no more to read for its last block than it has in any round."""
         self.asked = 0
@@ -140,7 +166,9 @@ class Drafting:
         """The most tokens that the draft is asked for at present, since it was late; None where that is whatever is wanted."""
         return self._limit.tokens if self._limited is self._session.replica else None
 
-    async def propose(self, prefix: Prefix, epoch: int, choice: Choice, longest: int, record: RoundRecorder) -> Block:
+    async def propose(
+        self, prefix: Prefix, epoch: int, choice: Choice, longest: int, record: RoundRecorder
+    ) -> Proposed:
         """Up to gamma tokens that continue the prefix, where other rounds may want `longest`; never raises for a fault of the draft."""
         gamma = choice.gamma
         self.ordinary, self.asked, self._longest, self._stop_below = False, 0, longest, choice.stop_below
@@ -149,12 +177,40 @@ class Drafting:
         try:
             self._check_yield(record)
             self._check_standing()
-            block = await self._ask(prefix, epoch, gamma, record)
-            self._block_length = len(block.drafted)
-            return block
+            proposed = self._unconfirmed = await self._ask(prefix, epoch, gamma, record)
+            return proposed
         except _Degraded as degraded:
             self._degrade(degraded, epoch, record)
             return PLAIN
+
+    def look_at(self, proposed: Proposed, epoch: int, record: RoundRecorder) -> None:
+        """Confirms it if its round still goes on, while the target is at work."""
+        if proposed is self._unconfirmed:
+            self.confirm(proposed, epoch, record)
+
+    def confirm(self, proposed: Proposed, epoch: int, record: RoundRecorder) -> Block:
+        """The block that it is, an empty one if the draft has lied; asked again, the same one."""
+        if proposed.block is None:
+            self._unconfirmed = None
+            try:
+                proposed.block = self._checked(proposed)
+            except (DraftContractError, wire.WireError) as lie:
+                proposed.block = Block()
+                self._session.forget()
+                self._degrade(_lied(lie), epoch, record)
+            else:
+                self._block_length = len(proposed.token_ids)
+                self._good(proposed, epoch, record)
+        return proposed.block
+
+    def _good(self, proposed: Proposed, epoch: int, record: RoundRecorder) -> None:
+        """It was in time, and is a block."""
+        if proposed.replica is not None:
+            proposed.replica.bench.answered()
+        if proposed.asked < proposed.wanted:
+            record.short(proposed.asked)
+        if not proposed.unread_tokens:  # else it took no time, and the model's next one will
+            self._in_time(proposed.asked, proposed.longest, epoch, record)
 
     def settle(self, prefix_length: int, accepted: int) -> None:
         """After a round on a prefix of `prefix_length` tokens: what the draft's cache still shares with the output."""
@@ -167,7 +223,7 @@ class Drafting:
         """Another sampling, from the token after the first `length` on. No round may be under way."""
         self._sampling, self._announced = sampling, False
         self._session.cached_length = min(self._session.cached_length, length)
-        self._block_length = 0
+        self._block_length, self._unconfirmed = 0, None
         if self._late is not None:
             answer, prefix_length = self._late
             self._late = (answer, min(prefix_length, length))
@@ -176,6 +232,7 @@ class Drafting:
 
     def release(self) -> None:
         """Ends the session at the draft."""
+        self._unconfirmed = None
         self._session.leave()
 
     def _check_standing(self) -> None:
@@ -255,7 +312,7 @@ class Drafting:
         self._late = None
         self._session.leave()
 
-    async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
+    async def _ask(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Proposed:
         if self._session.displaced:
             self._leave()  # and await nothing from it
         elif self._session.should_move:
@@ -278,10 +335,10 @@ class Drafting:
                 raise _Degraded("draft_unavailable", str(lost)) from lost
             except (DraftContractError, wire.WireError) as lie:
                 self._session.forget()
-                raise _Degraded("draft_invalid", str(lie), blame=_Blame.PROOF) from lie
+                raise _lied(lie) from lie
         raise AssertionError("the second attempt returns or raises")
 
-    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Block:
+    async def _ask_once(self, prefix: Prefix, epoch: int, gamma: int, record: RoundRecorder) -> Proposed:
         replica = self._session.seat()
         if replica is None or replica.info is None:
             raise self._nobody()
@@ -322,15 +379,13 @@ class Drafting:
         self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
-        declined = proposal.declined and not proposal.tokens
-        block = DECLINED if declined else self._checked(proposal, gamma, item.look_ahead)
-        replica.bench.answered()
-        if block is not DECLINED:
-            if gamma < wanted:
-                record.short(gamma)
-            if not proposal.unread_tokens:  # else it took no time, and the model's next one will
-                self._in_time(gamma, min(self._longest, replica.info.max_speculative_tokens), epoch, record)
-        return block
+        if proposal.declined and not proposal.tokens:
+            replica.bench.answered()
+            return DECLINED
+        proposed = self._readable(proposal, gamma, item.look_ahead)
+        proposed.replica, proposed.asked, proposed.wanted = replica, gamma, wanted
+        proposed.longest = min(self._longest, replica.info.max_speculative_tokens)
+        return proposed
 
     def _bears_with(self, replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal]) -> bool:
         """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""
@@ -379,35 +434,53 @@ class Drafting:
             return _Degraded("draft_incompatible", "; ".join(refusals))
         return _Degraded("draft_unavailable", "no draft replica is connected")
 
-    def _checked(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Block:
-        if not 1 <= len(proposal.tokens) <= gamma + look_ahead:
-            raise DraftContractError(f"{len(proposal.tokens)} tokens where {gamma + look_ahead} were asked for")
+    def _readable(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Proposed:
+        """Raises DraftContractError or WireError for what no target would take."""
         # A list, since each walk through a repeated field makes its messages anew.
-        tokens = _decoded(list(proposal.tokens), self._vocabulary_size)
-        if len(tokens) > gamma:
-            return Block(tuple(tokens[:gamma]), tokens[gamma])
-        return Block(tuple(tokens))
+        tokens = list(proposal.tokens)
+        if not 1 <= len(tokens) <= gamma + look_ahead:
+            raise DraftContractError(f"{len(tokens)} tokens where {gamma + look_ahead} were asked for")
+        token_ids, supports = [token.token_id for token in tokens], [token.support_ids for token in tokens]
+        drafted = _readable_together(tokens, token_ids, supports, self._vocabulary_size)
+        return Proposed(token_ids[:gamma], supports, drafted, unread_tokens=proposal.unread_tokens)
+
+    def _checked(self, proposed: Proposed) -> Block:
+        """Raises DraftContractError or WireError."""
+        drafted, count = proposed.drafted(), len(proposed.token_ids)
+        return Block(tuple(drafted[:count]), drafted[count] if len(drafted) > count else None)
 
 
-def _decoded(tokens: Sequence[draft_pb2.DraftedToken], vocabulary_size: int) -> list[Drafted]:
-    """The proposal's tokens, checked; raises DraftContractError or WireError."""
-    supports = [token.support_ids for token in tokens]
+def _readable_together(
+    tokens: Sequence[draft_pb2.DraftedToken],
+    token_ids: Sequence[int],
+    supports: list[bytes],
+    vocabulary_size: int,
+) -> Callable[[], list[Drafted]]:
+    """What checks the probabilities of tokens whose ids are good. Raises DraftContractError or WireError where these are not."""
     probs = [token.support_probs for token in tokens]
     sizes = set(map(len, supports + probs))
     size = sizes.pop()
-    if not sizes and size and size % wire.TOKEN_BYTES == 0:
+    if not sizes and size and size % wire.TOKEN_BYTES == 0 and max(token_ids) < vocabulary_size:
         # The ordinary case, at less than half the time of one by one.
-        ids = wire.decode_ids(b"".join(supports))
-        q = wire.decode_probs(b"".join(probs), ids.size)
-        shape = (len(tokens), -1)
-        return check_block([token.token_id for token in tokens], ids.reshape(shape), q.reshape(shape), vocabulary_size)
-    return [_decoded_alone(token, vocabulary_size) for token in tokens]
+        ids = wire.decode_ids(b"".join(supports)).reshape(len(tokens), -1)
+        if are_supports(ids, vocabulary_size):
+            return lambda: check_law(token_ids, ids, _decoded_together(probs, ids), vocabulary_size)
+    alone = [_decoded_alone(token, vocabulary_size) for token in tokens]
+    return lambda: alone
+
+
+def _decoded_together(probs: Sequence[bytes], ids: wire.IdArray) -> wire.ProbArray:
+    return wire.decode_probs(b"".join(probs), ids.size).reshape(ids.shape)
 
 
 def _decoded_alone(token: draft_pb2.DraftedToken, vocabulary_size: int) -> Drafted:
     ids = wire.decode_ids(token.support_ids)
     q = wire.decode_probs(token.support_probs, ids.size)
     return check_drafted(token.token_id, ids, q, vocabulary_size)
+
+
+def _lied(lie: Exception) -> _Degraded:
+    return _Degraded("draft_invalid", str(lie), blame=_Blame.PROOF)
 
 
 def _degraded_by(failed: ItemFailed) -> _Degraded:

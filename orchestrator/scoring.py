@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -20,7 +20,7 @@ from tandem import wire
 from tandem.acceptance import RowLogprobs, TargetRow
 from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
-from .drafting import Block
+from .drafting import Proposed
 from .errors import Overloaded, Unavailable
 from .logprobs import decode_row
 from .prefix import Prefix
@@ -103,8 +103,16 @@ class Scoring:
         self.worker_time: WorkerTime | None = None
         """What the target says that it took."""
 
-    async def verify(self, prefix: Prefix, epoch: int, block: Block, record: RoundRecorder) -> list[TargetRow]:
-        """The len(block) + 1 target rows; raises Unavailable when no target scored them within the retry time."""
+    async def verify(
+        self,
+        prefix: Prefix,
+        epoch: int,
+        proposed: Proposed,
+        record: RoundRecorder,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[TargetRow]:
+        """The len(token_ids) + 1 target rows; raises Unavailable when no target scored them within the retry time. `meanwhile` is
+        called once they are asked for, each time."""
         give_up_at: float | None = None
         pause = FIRST_PAUSE_SECONDS
         full: set[str] = set()
@@ -114,7 +122,7 @@ class Scoring:
                 record.rebuilding("target", "REPLICA_LEAVING")
             had_cache = self._session.opened
             try:
-                return await self._verify_once(prefix, epoch, block, record.traceparent)
+                return await self._verify_once(prefix, epoch, proposed, record.traceparent, meanwhile)
             except ItemFailed as failed:
                 if failed.reason in _HOPELESS_REASONS:
                     self._refused(failed)
@@ -187,28 +195,36 @@ class Scoring:
         else:
             await self._pool.wait_for_change(left)
 
-    async def _verify_once(self, prefix: Prefix, epoch: int, block: Block, traceparent: str) -> list[TargetRow]:
+    async def _verify_once(
+        self,
+        prefix: Prefix,
+        epoch: int,
+        proposed: Proposed,
+        traceparent: str,
+        meanwhile: Callable[[], None] | None,
+    ) -> list[TargetRow]:
         replica = self._session.seat()
         if replica is None:
             raise StreamLost("no target replica is connected")
-        supports = [drafted.support_ids for drafted in block.drafted]
-        if block.look_ahead is not None:
-            supports.append(block.look_ahead.support_ids)
         item = target_pb2.VerifyItem(
             request_id=self._session.request_id,
             cache_epoch=epoch,
             prefix=prefix.update_from(self._session.cached_length),
             sampling=None if self._session.opened and self._announced else self._sampling,
-            draft_token_ids=wire.encode_ids([drafted.token_id for drafted in block.drafted]),
-            support_ids=[ids.tobytes() for ids in supports],
+            draft_token_ids=wire.encode_ids(proposed.token_ids),
+            support_ids=proposed.supports,
             traceparent=traceparent,
             cache_salt="" if self._session.opened else self._cache_salt,
         )
+        answer = replica.submit(item, self._policy.timeout)
+        if meanwhile is not None:
+            asyncio.get_running_loop().call_soon(meanwhile)  # behind whoever sends the item
         try:
-            verdict = await replica.submit(item, self._policy.timeout)
+            verdict = await answer
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
-        rows = self._checked(verdict, [ids.size for ids in supports], len(block.drafted) + 1)
+        sizes = [len(ids) // wire.TOKEN_BYTES for ids in proposed.supports]
+        rows = self._checked(verdict, sizes, len(proposed.token_ids) + 1)
         self._announced = True
         self.ordinary = self._session.opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(verdict)

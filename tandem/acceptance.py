@@ -118,23 +118,43 @@ def check_drafted(token_id: int, support_ids: IdArray, q: ProbArray, vocabulary_
 
 def check_block(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
     """`check_drafted` for proposals whose supports have one size, [n, k], at a fraction of its cost."""
-    # The reductions are called by their ufuncs: the methods of arrays cost twice as much for so few numbers.
+    if are_supports(support_ids, vocabulary_size):
+        return check_law(token_ids, support_ids, q, vocabulary_size)
+    return _check_one_by_one(token_ids, support_ids, q, vocabulary_size)
+
+
+def are_supports(support_ids: IdArray, vocabulary_size: int) -> bool:
+    """The half of `check_block` that a target wants too: whether each row holds ids of the vocabulary, all different, not too many."""
     ordered = support_ids.copy()
     ordered.sort(axis=1)
+    return bool(
+        ordered.shape[1] <= MAX_SUPPORT_SIZE
+        and max(ordered[:, -1].tolist()) < vocabulary_size
+        and not np.logical_or.reduce(ordered[:, 1:] == ordered[:, :-1], None)
+    )
+
+
+def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
+    """The other half: of what `are_supports`, each row of q is a distribution, and its token has mass. Raises DraftContractError with
+    the fault."""
+    # The reductions are called by their ufuncs: the methods of arrays cost twice as much for so few numbers.
     places = (support_ids == np.array(token_ids)[:, None]).ravel().nonzero()[0]
     totals = np.add.reduce(q, 1, np.float64).tolist()
     if (
-        ordered.shape[1] <= MAX_SUPPORT_SIZE
-        and max(ordered[:, -1].tolist()) < vocabulary_size
-        and not np.count_nonzero(ordered[:, 1:] == ordered[:, :-1])
-        and max(totals) - 1.0 <= Q_SUM_TOLERANCE
+        max(totals) - 1.0 <= Q_SUM_TOLERANCE
         and 1.0 - min(totals) <= Q_SUM_TOLERANCE
         and np.minimum.reduce(q.ravel()) >= 0.0  # nor is one NaN, nor a total
         and places.size == len(token_ids)  # one in each row, since no row has an id twice
         and min(q.ravel()[places].tolist()) > 0.0
     ):
-        return list(map(Drafted, token_ids, support_ids, q, (places % ordered.shape[1]).tolist()))
-    # Something is wrong: the check one by one says what.
+        return list(map(Drafted, token_ids, support_ids, q, (places % support_ids.shape[1]).tolist()))
+    return _check_one_by_one(token_ids, support_ids, q, vocabulary_size)
+
+
+def _check_one_by_one(
+    token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int
+) -> list[Drafted]:
+    """Says what is wrong with a block in which something is."""
     rows = zip(token_ids, support_ids, q, strict=True)
     return [check_drafted(token_id, ids, probs, vocabulary_size) for token_id, ids, probs in rows]
 

@@ -400,11 +400,36 @@ def _wait_for_the_draft(lied_to: grpc.Channel) -> Generation:
     return generation
 
 
+SEEN_IN_THE_PROBABILITIES = {
+    "a token outside of its support",
+    "q sums to a half",
+    "q sums to two",
+    "q is not a number",
+    "q is negative",
+}
+"""Which are looked at while the target verifies the block."""
+
+
 @pytest.mark.parametrize("name", DRAFT_LIES)
-def test_a_draft_that_lies(lied_to: grpc.Channel, draft: LyingWorker, truth: tuple[Any, ...], name: str) -> None:
+def test_a_draft_that_lies(
+    lied_to: grpc.Channel, liars: dict[str, LyingWorker], draft: LyingWorker, truth: tuple[Any, ...], name: str
+) -> None:
     draft.lie, expected = DRAFT_LIES[name]
-    generation = generate(lied_to, PROMPT, **CANARY)
+    verified: list[tuple[int, bool]] = []
+    liars["target"].heard = lambda batch: verified.extend(
+        (item.cache_epoch, bool(item.draft_token_ids)) for item in batch.items
+    )
+    try:
+        generation = generate(lied_to, PROMPT, **CANARY)
+    finally:
+        liars["target"].heard = lambda batch: None
     assert generation.seen == truth
+    if expected == "draft_invalid":
+        # What is seen at once is not verified at all, the rest in vain: the round is scored again, without a block.
+        in_vain = [epoch for epoch, with_block in verified if with_block]
+        assert bool(in_vain) == (name in SEEN_IN_THE_PROBABILITIES)
+        assert all((epoch, False) in verified for epoch in in_vain)
+        assert generation.speculation.draft_tokens == 0
     reasons = set(generation.speculation.degraded_reasons)
     if expected:
         assert expected in reasons

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from orchestrator.bench import STRIKES
-from orchestrator.drafting import DRAFT, PLAIN, Block, Drafting, DraftingPolicy, DraftPool
+from orchestrator.drafting import DRAFT, Block, Drafting, DraftingPolicy, DraftPool
 from orchestrator.gamma_controller import Choice
 from orchestrator.prefix import Prefix
 from tandem import wire
@@ -68,7 +68,9 @@ class Request:
     async def round(self, gamma: int, *, patient: bool) -> Block:
         self.drafting._policy = PATIENT if patient else LATE
         record: Any = self.record
-        block = await self.drafting.propose(self._prefix, self._epoch, Choice(gamma, "fixed", 0.0), LONGEST, record)
+        choice = Choice(gamma, "fixed", 0.0)
+        proposed = await self.drafting.propose(self._prefix, self._epoch, choice, LONGEST, record)
+        block = self.drafting.confirm(proposed, self._epoch, record)
         self.drafting.settle(self._prefix.length, 0)
         self._prefix.append(wire.encode_ids([7]))
         self._epoch += 1
@@ -132,7 +134,7 @@ async def _all_late(requests: list[Request], gamma: int, answers_pass: threading
     """One round of each at the same time, without a block; the answers come afterwards."""
     answers_pass.clear()
     blocks = await asyncio.gather(*(request.round(gamma, patient=False) for request in requests))
-    assert blocks == [PLAIN] * len(requests)
+    assert blocks == [Block()] * len(requests)
     answers_pass.set()
 
 
@@ -173,7 +175,7 @@ async def test_a_silent_draft_is_benched_by_requests_that_end_before_they_could_
     answers_pass.clear()
     for number in range(2 * STRIKES):
         request = Request(f"short-{number}", pool)
-        assert await request.round(LONGEST, patient=False) == PLAIN
+        assert await request.round(LONGEST, patient=False) == Block()
         request.drafting.release()
     assert sorted(replica.bench.benchings for replica in pool.replicas) == [0, 1]
 
@@ -187,7 +189,7 @@ async def test_one_incident_benches_a_draft_once_and_the_other_one_is_asked_for_
     rounds = asyncio.gather(*(request.round(1, patient=False) for request in requests))
     await asyncio.sleep(0)
     seats = {request: request.replica for request in requests}
-    assert await rounds == [PLAIN] * 8
+    assert await rounds == [Block()] * 8
     answers_pass.set()
     benched, other = sorted(pool.replicas, key=lambda replica: -replica.bench.benchings)
     assert (benched.bench.benchings, other.bench.benchings) == (1, 0)
