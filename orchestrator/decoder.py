@@ -21,7 +21,7 @@ from time import perf_counter
 
 from tandem import wire
 from tandem.acceptance import Outcome, TargetRow, accept
-from tandem.randomness import Lane, UniformsAhead
+from tandem.randomness import UniformsAhead
 
 from .completion import Completion, EmittedToken
 from .drafting import DECLINED, PLAIN, Block, Drafting, Proposed
@@ -172,8 +172,7 @@ class Decoder:
         block, record, length = scored.block, scored.record, self._prefix.length
         record.accept_began()
         draws = self._uniforms.at(length, len(block.drafted) + 1)
-        pairs = list(zip(draws[:, Lane.ACCEPT].tolist(), draws[:, Lane.RESIDUAL].tolist(), strict=True))
-        outcome = before_dead_end(accept(block.drafted, scored.rows, pairs, block.look_ahead), scored.rows)
+        outcome = before_dead_end(accept(block.drafted, scored.rows, draws, block.look_ahead), scored.rows)
         if bool(block.drafted) == bool(scored.choice.gamma):
             self._gamma.observe(outcome.expected_acceptance, scored.times)
         token_ids, emitted = outcome.token_ids, None

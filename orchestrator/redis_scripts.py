@@ -112,21 +112,22 @@ class Acknowledgement:
 
 
 class _Call:
-    """One script to run, packed for the wire, and the future its caller waits on."""
+    """One script to run, and the future its caller waits on."""
 
-    __slots__ = ("asked", "key", "on_retry", "packed", "repeat", "reply", "script")
+    __slots__ = ("asked", "key", "on_retry", "repeat", "reply", "script", "words")
 
     def __init__(
         self,
         script: Script,
-        packed: bytes,
+        words: tuple[bytes | int, ...],
         reply: asyncio.Future[Any],
         repeat: bool,
         key: bytes | None = None,
         on_retry: Callable[[str], None] | None = None,
     ) -> None:
         self.script = script
-        self.packed = packed
+        self.words = words
+        """The command. It is packed when it is sent: whoever asks has something more urgent to send first."""
         self.reply = reply
         self.repeat = repeat
         self.key = key
@@ -182,8 +183,8 @@ class ScriptPipeline:
         if self._closed:
             raise StoreUnavailable("the store is closed")
         loop = asyncio.get_running_loop()
-        packed = _pack(b"EVALSHA", script.digest, len(keys), *keys, *args)
-        call = _Call(script, packed, loop.create_future(), repeat, keys[0] if keys else None, on_retry)
+        words = (b"EVALSHA", script.digest, len(keys), *keys, *args)
+        call = _Call(script, words, loop.create_future(), repeat, keys[0] if keys else None, on_retry)
         if not self._batch:
             loop.call_soon(self._flush)
         self._batch.append(call)
@@ -299,7 +300,7 @@ class ScriptPipeline:
         """Sends the calls and hands out the replies. Raises RedisError if calls are left without an answer."""
         prefix = _ASKING if asking else b""
         for _ in range(_MAX_LOADS):
-            await connection.send_packed_command(b"".join([prefix + call.packed for call in calls]))
+            await connection.send_packed_command(b"".join([prefix + _pack(*call.words) for call in calls]))
             refusal, unknown, replies = None, [], []
             for call in calls:
                 if asking:

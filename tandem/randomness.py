@@ -42,22 +42,24 @@ def uniforms(seed: int, position: int, count: int = 1) -> NDArray[np.float64]:
 
 
 class UniformsAhead:
-    """`uniforms` of one seed for someone whose positions mostly go forward: drawn for many positions at a time, because
-    making the generator is most of the cost."""
+    """The `uniforms` of one seed that decide on draft tokens, for someone whose positions mostly go forward: drawn for many positions
+    at a time, because making the generator is most of the cost."""
 
     _CHUNK = 64
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._first = 0
-        self._drawn = np.empty((0, _LANES))
+        self._drawn: list[tuple[float, float]] = []
 
-    def at(self, position: int, count: int) -> NDArray[np.float64]:
-        """The same as `uniforms(seed, position, count)`."""
+    def at(self, position: int, count: int) -> list[tuple[float, float]]:
+        """Those of ACCEPT and RESIDUAL in `uniforms(seed, position, count)`, a pair for each position."""
         start = position - self._first
         if not 0 <= start <= len(self._drawn) - count:
             self._first, start = position, 0
-            self._drawn = uniforms(self._seed, position, max(count, self._CHUNK))
+            drawn = uniforms(self._seed, position, max(count, self._CHUNK))
+            pairs = zip(drawn[:, Lane.ACCEPT].tolist(), drawn[:, Lane.RESIDUAL].tolist(), strict=True)
+            self._drawn = list(pairs)
         return self._drawn[start : start + count]
 
 

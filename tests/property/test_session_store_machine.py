@@ -69,7 +69,7 @@ class LossyPipeline(ScriptPipeline):
             return
         self.lose_next = False
         loop = asyncio.get_running_loop()
-        ghosts = [redis_scripts._Call(call.script, call.packed, loop.create_future(), False) for call in calls]
+        ghosts = [redis_scripts._Call(call.script, call.words, loop.create_future(), False) for call in calls]
         await super()._exchange(connection, ghosts, asking)
         for ghost in ghosts:
             ghost.reply.exception()  # seen, as far as the event loop is concerned
