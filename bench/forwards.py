@@ -1,7 +1,9 @@
 """`python -m bench.forwards`: one request's forward in the engine beside the same in transformers, for few rows and more.
 
 The sides take turns, row count by row count, so that a machine that gets slower meanwhile does so for both alike. Both have read
-the same tokens before, transformers into a cache of its own that is cut back after each forward.
+the same tokens before, transformers into a cache of its own that is cut back after each forward. In this process transformers has large
+pages, threads that spin for a short time only and keys that aren't repeated too, as it has not elsewhere: what is left is the form of
+the layers and of the cache.
 """
 
 from __future__ import annotations

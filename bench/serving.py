@@ -243,7 +243,7 @@ async def _running(options: ServingOptions, folder: Path) -> AsyncIterator[_Benc
         yield _Bench(calls[0], calls[1], process, metrics, streams, options)
 
 
-def planned_worker(role: str, listen: str, metrics: str, options: ServingOptions, gather: bool = False) -> Planned:
+def planned_worker(role: str, listen: str, metrics: str, options: ServingOptions, gather: bool = True) -> Planned:
     """A draft, or a target that serves its metrics."""
     models, prefix = options.models, f"TANDEM_{role.upper()}"
     environment = {

@@ -84,7 +84,7 @@ class Layout:
     orchestrators: int = 1
     draft_round_trip: float = 0.0
     target_round_trip: float = 0.0
-    gather: bool = False
+    gather: bool = True
     """Whether a target waits a moment for requests that are about to come back (`TANDEM_TARGET_GATHER`)."""
     ahead: float = 0.0
     """Share of the blocks that the draft has ready when they are asked for, drafted while the target verified."""

@@ -153,7 +153,6 @@ class Decoder:
         rows = await self._scoring.verify(self._prefix, self._epoch, proposed, record, look)
         block = self._drafting.confirm(proposed, self._epoch, record)
         if not block.drafted:
-            self._scoring.settle(self._prefix.length, 0)
             rows = await self._scoring.verify(self._prefix, self._epoch, PLAIN, record)
         return block, rows
 

@@ -193,7 +193,7 @@ class Drafting:
         if proposed.block is None:
             self._unconfirmed = None
             try:
-                proposed.block = self._checked(proposed)
+                proposed.block = _checked(proposed)
             except (DraftContractError, wire.WireError) as lie:
                 proposed.block = Block()
                 self._session.forget()
@@ -260,7 +260,8 @@ class Drafting:
         record.degraded(degraded.reason, newly=self._standing is None)
         if self._standing is not None:
             return
-        self._standing = degraded
+        # Not the exception as it was raised: its frames would keep this request, and it them.
+        self._standing = _Degraded(degraded.reason, final=degraded.final)
         moves = self._accuse(degraded, record)
         self._resume_at = time.monotonic() + (0.0 if moves else self._policy.backoff)
         if degraded.blame is _Blame.SILENCE and self.limit is not None:
@@ -444,10 +445,11 @@ class Drafting:
         drafted = _readable_together(tokens, token_ids, supports, self._vocabulary_size)
         return Proposed(token_ids[:gamma], supports, drafted, unread_tokens=proposal.unread_tokens)
 
-    def _checked(self, proposed: Proposed) -> Block:
-        """Raises DraftContractError or WireError."""
-        drafted, count = proposed.drafted(), len(proposed.token_ids)
-        return Block(tuple(drafted[:count]), drafted[count] if len(drafted) > count else None)
+
+def _checked(proposed: Proposed) -> Block:
+    """Raises DraftContractError or WireError."""
+    drafted, count = proposed.drafted(), len(proposed.token_ids)
+    return Block(tuple(drafted[:count]), drafted[count] if len(drafted) > count else None)
 
 
 def _readable_together(

@@ -150,10 +150,9 @@ class Generations:
                         start = None
                     await call.write(response)
         except STORE_FAULTS as fault:
-            failure = as_failure(fault)
             if isinstance(fault, StoreFull):
-                await self._give_up(session, call, recorder, failure)
-            raise failure from fault
+                await self._give_up(session, call, recorder, as_failure(fault))
+            raise as_failure(fault) from fault
         except RequestFailed as failure:
             await self._give_up(session, call, recorder, failure)
             raise

@@ -89,7 +89,10 @@ class Gathering(Generic[KeyT]):
     def ran(self, tokens: int, seconds: float) -> None:
         """A forward of so many padded tokens is over: one of those that may be waited with, so no chunk of a prefill, which
         doesn't take what they take by its tokens."""
-        scale = seconds / self._cost.seconds(tokens)
+        units = self._cost.seconds(tokens)
+        if units <= 0.0:
+            return  # a forward that costs nothing saves nothing
+        scale = seconds / units
         self._scale = scale if self._scale is None else self._scale + _NEW * (scale - self._scale)
 
     def seconds(self, waiting: Sequence[int], now: float) -> float:

@@ -140,13 +140,30 @@ def can_be_joined(model: Any) -> bool:
     """Whether the model is of a kind whose layers are known here."""
     if type(model) not in _KINDS:
         return False
-    config, first = model.config, model.model.layers[0]
-    without_bias = (first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.up_proj, first.mlp.down_proj, model.lm_head)
+    config = model.config
+    # Only the third kind has a mask for each type of layer; the others take one for all, whatever types are declared.
+    of_one_type = type(model) is Qwen2ForCausalLM or len(set(getattr(config, "layer_types", None) or [""])) == 1
     return (
-        config.hidden_act == "silu"
+        of_one_type
+        and config.hidden_act == "silu"
         and config._attn_implementation == "sdpa"
-        and all(type(each) is nn.Linear and each.bias is None for each in without_bias)
+        and _without_bias(model.lm_head)
+        and all(map(_is_known, model.model.layers))
     )
+
+
+def _is_known(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return (
+        all(type(each) is nn.Linear for each in inputs)
+        and len({each.bias is None for each in inputs}) == 1
+        and all(map(_without_bias, (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+    )
+
+
+def _without_bias(module: Any) -> bool:
+    return type(module) is nn.Linear and module.bias is None
 
 
 def _joined(layer: Any, kind: str) -> _Layer:

@@ -441,11 +441,11 @@ def _for_small_batches(model: Any, pattern: AttentionPattern, cache: SlotCache, 
     if not can_be_joined(model):
         logger.info("%d linear layers laid out for small batches", lay_inputs_first(model))
         return None
-    lm = CausalLM(model, pattern, cache, padded, JoinedLayers(model))
     try:
+        lm = CausalLM(model, pattern, cache, padded, JoinedLayers(model))
         _check_against_model(model, lm)
-    except ModelError as error:
-        logger.warning("layers are not joined, since joined ones would be wrong: %s", error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the model's own layers are still there
+        logger.warning("layers are not joined, since joined ones would be wrong: %s", _one_line(error))
         return None
     logger.info("the operations of %d layers are joined for small batches", len(cache.layers))
     return lm

@@ -43,13 +43,13 @@ def random_model(model_type: str = "llama", seed: int = 0, **changes: Any) -> An
     return model.eval()
 
 
-def over_slots(model: Any, slots: int = 8, max_length: int = 64) -> CausalLM:
-    """The model with a slot cache, its layers joined where the loader would do so."""
+def over_slots(model: Any, slots: int = 8, max_length: int = 64, *, join: bool = True) -> CausalLM:
+    """The model with a slot cache; its layers are joined where the loader would do so, or run as they are, as on a GPU."""
     config = model.config.get_text_config()
     pattern = loading._attention_pattern(config)
     shapes = loading.layer_shapes(loading._probe(model))
     cache = SlotCache(shapes, slots, max_length, torch.float32, torch.device("cpu"))
-    joined = JoinedLayers(model) if can_be_joined(model) else None
+    joined = JoinedLayers(model) if join and can_be_joined(model) else None
     lm = CausalLM(model, pattern, cache, int(model.get_output_embeddings().weight.shape[0]), joined)
     loading._check_against_model(model, lm)
     return lm

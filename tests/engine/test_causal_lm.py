@@ -98,11 +98,12 @@ def greedy(lm: CausalLM, prompt: np.ndarray, count: int) -> list[int]:
     return generated
 
 
-def test_greedy_equals_generate() -> None:
+@pytest.mark.parametrize("join", [True, False])
+def test_greedy_equals_generate(join: bool) -> None:
     model = random_model()
     for seed in range(5):
         prompt = random_ids(seed, 10 + seed)
-        assert greedy(over_slots(model), prompt, 40) == plain_greedy(model, prompt, 40)
+        assert greedy(over_slots(model, join=join), prompt, 40) == plain_greedy(model, prompt, 40)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ def options(longest: int = GAMMA + 1, rows: int = GAMMA + 1, way: str = "inducto
     return CompileOptions(way, VARIABLE, longest, rows)
 
 
-def compiled(model: Any, longest: int = GAMMA + 1, rows: int = GAMMA + 1, slots: int = SLOTS) -> CausalLM:
-    lm = over_slots(model, slots, LENGTH)
+def compiled(
+    model: Any, longest: int = GAMMA + 1, rows: int = GAMMA + 1, slots: int = SLOTS, *, join: bool = True
+) -> CausalLM:
+    lm = over_slots(model, slots, LENGTH, join=join)
     loading._prepare_steps(lm, options(longest, rows))
     return lm
 
@@ -67,9 +69,10 @@ def no_inductor() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def target_lm(no_inductor: None) -> CausalLM:
-    return compiled(random_model())
+@pytest.fixture(scope="module", params=[True, False], ids=["joined", "as they are"])
+def target_lm(no_inductor: None, request: pytest.FixtureRequest) -> CausalLM:
+    """Once with layers joined, as on a CPU, and once with the model's own, as elsewhere."""
+    return compiled(random_model(), join=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,9 @@ TINY = MODELS / "tiny-target"
         ("llama", {}, True),
         ("mistral", {"sliding_window": 6}, True),
         ("qwen2", {}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, True),
+        # Takes one mask for all layers, whatever types they are declared to be of.
+        ("mistral", {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}, False),
         ("llama", {"attention_bias": True}, False),
         ("llama", {"mlp_bias": True}, False),
         ("llama", {"hidden_act": "gelu"}, False),
@@ -34,6 +37,34 @@ TINY = MODELS / "tiny-target"
 )
 def test_only_layers_of_a_known_form_are_joined(model_type: str, changes: dict[str, object], known: bool) -> None:
     assert can_be_joined(random_model(model_type, **changes)) is known
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_layers_with_other_modules_are_not_joined(name: str) -> None:
+    """As adapters and quantization put them there, in some layers alone."""
+    model = random_model()
+    last = model.model.layers[-1]
+    changed = last.get_submodule(name)
+    changed.__class__ = type("Adapted", (type(changed),), {})
+    assert not can_be_joined(model)
+
+
+def test_a_bias_of_some_inputs_alone_is_not_dropped() -> None:
+    model = random_model("qwen2")
+    model.model.layers[-1].self_attn.q_proj.bias = None
+    assert not can_be_joined(model)
+
+
+def test_what_fails_while_layers_are_joined_leaves_them_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_ids(3, 30, 512)
+    expected = greedy(load(ModelOptions(str(TINY), slots=2, threads=1)).lm, prompt, 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(joined_layers, "_joined", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        plain = load(ModelOptions(str(TINY), slots=2, threads=1))
+    assert "layers are not joined" in caplog.text
+    assert greedy(plain.lm, prompt, 20) == expected  # type: ignore[arg-type]
 
 
 def test_a_class_derived_from_a_known_one_is_not_joined() -> None:
