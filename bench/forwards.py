@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from .machine import this_machine
 from .running_pair import ModelPair
 from .statistic import median
-from .tables import machine_lines, results_table
+from .tables import results_table, show_alone
 
 ROWS = (1, 2, 3, 4, 5, 6, 9)
 
@@ -54,10 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             ratio = median([of_transformers / ours for of_transformers, ours in zip(*seconds, strict=True)])
             table.add_row(str(rows), *(f"{1e3 * median(each):.1f}" for each in seconds), f"{ratio:.2f}x")
     table.caption = f"medians of {options.repeats} runs that took turns"
-    console = Console(highlight=False)
-    console.print(table)
-    for line in machine_lines(machine):
-        console.print(line, markup=False)
+    show_alone(table, machine)
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from .acceptance import GAMMA, LARGEST_FALL, AcceptanceRow
@@ -35,6 +36,14 @@ class Goal:
     value: str
     goal: str
     reached: bool
+
+
+def show_alone(table: Table, machine: Machine) -> None:
+    """Prints the only table of a measurement, and what it was made on."""
+    console = Console(highlight=False)
+    console.print(table)
+    for line in machine_lines(machine):
+        console.print(line, markup=False)
 
 
 def machine_lines(machine: Machine) -> list[str]:

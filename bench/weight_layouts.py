@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from .machine import this_machine
 from .running_pair import ModelPair
 from .statistic import median
-from .tables import machine_lines, results_table
+from .tables import results_table, show_alone
 
 ROWS = (1, 2, 3, 4, 6, 9, 16, 64)
 _ONEDNN_HINT = 8
@@ -50,10 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             inputs = {size: torch.randn(1, rows, size) for size in {weight.shape[1] for weight in weights}}
             table.add_row(str(rows), *(f"{1e3 * each:.1f}" for each in _times(layouts, inputs, options.repeats)))
     table.caption = f"medians of {options.repeats} runs that took turns"
-    console = Console(highlight=False)
-    console.print(table)
-    for line in machine_lines(machine):
-        console.print(line, markup=False)
+    show_alone(table, machine)
     return 0
 
 

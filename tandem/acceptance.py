@@ -116,15 +116,9 @@ def check_drafted(token_id: int, support_ids: IdArray, q: ProbArray, vocabulary_
     return Drafted(token_id, support_ids, q, index)
 
 
-def check_block(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
-    """`check_drafted` for proposals whose supports have one size, [n, k], at a fraction of its cost."""
-    if are_supports(support_ids, vocabulary_size):
-        return check_law(token_ids, support_ids, q, vocabulary_size)
-    return _check_one_by_one(token_ids, support_ids, q, vocabulary_size)
-
-
 def are_supports(support_ids: IdArray, vocabulary_size: int) -> bool:
-    """The half of `check_block` that a target wants too: whether each row holds ids of the vocabulary, all different, not too many."""
+    """The half of the check of proposals whose supports have one size, [n, k], that a target wants too: whether each row holds ids of the
+    vocabulary, all different, not too many. At a fraction of the cost of one by one."""
     ordered = support_ids.copy()
     ordered.sort(axis=1)
     return bool(
@@ -135,7 +129,7 @@ def are_supports(support_ids: IdArray, vocabulary_size: int) -> bool:
 
 
 def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
-    """The other half: of what `are_supports`, each row of q is a distribution, and its token has mass. Raises DraftContractError with
+    """The other half of `check_drafted`: of what `are_supports`, each row of q is a distribution, and its token has mass. Raises DraftContractError with
     the fault."""
     # The reductions are called by their ufuncs: the methods of arrays cost twice as much for so few numbers.
     places = (support_ids == np.array(token_ids)[:, None]).ravel().nonzero()[0]
@@ -148,13 +142,7 @@ def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, voca
         and min(q.ravel()[places].tolist()) > 0.0
     ):
         return list(map(Drafted, token_ids, support_ids, q, (places % support_ids.shape[1]).tolist()))
-    return _check_one_by_one(token_ids, support_ids, q, vocabulary_size)
-
-
-def _check_one_by_one(
-    token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int
-) -> list[Drafted]:
-    """Says what is wrong with a block in which something is."""
+    # Something is wrong: the check one by one says what.
     rows = zip(token_ids, support_ids, q, strict=True)
     return [check_drafted(token_id, ids, probs, vocabulary_size) for token_id, ids, probs in rows]
 

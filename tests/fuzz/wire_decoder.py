@@ -13,7 +13,7 @@ import numpy as np
 
 with atheris.instrument_imports(include=["tandem.wire", "tandem.acceptance"]):
     from tandem import wire
-    from tandem.acceptance import DraftContractError, check_block, check_drafted
+    from tandem.acceptance import DraftContractError, are_supports, check_drafted, check_law
 
 VOCABULARY = 64
 
@@ -45,7 +45,11 @@ def one(data: bytes) -> None:
 
 def check_all(token_ids: list[int], ids: wire.IdArray, probs: wire.ProbArray) -> None:
     """A block is what its tokens are one by one, and each of them a draw from a distribution."""
-    for drafted, token_id in zip(check_block(token_ids, ids, probs, VOCABULARY), token_ids, strict=True):
+    if not are_supports(ids, VOCABULARY):
+        for each in zip(token_ids, ids, probs, strict=True):
+            check_drafted(*each, VOCABULARY)
+        raise AssertionError("good supports one by one, and none together")
+    for drafted, token_id in zip(check_law(token_ids, ids, probs, VOCABULARY), token_ids, strict=True):
         alone = check_drafted(token_id, drafted.support_ids, drafted.q, VOCABULARY)
         assert alone.index == drafted.index
         assert drafted.support_ids[drafted.index] == token_id < VOCABULARY

@@ -11,8 +11,9 @@ from tandem.acceptance import (
     TargetRow,
     TokenKind,
     accept,
-    check_block,
+    are_supports,
     check_drafted,
+    check_law,
     residual_weights,
 )
 
@@ -22,6 +23,8 @@ P = np.array([0.5, 0.3, 0.2], dtype=np.float32)
 Q = np.array([0.25, 0.5, 0.25], dtype=np.float32)
 ACCEPTANCE = {A: 1.0, B: 0.6, C: 0.8}
 NOTHING = np.zeros(0, dtype=np.float32)
+OF_SUPPORTS = ("outside of the vocabulary", "twice")
+"""Lies that a target refuses."""
 LOWEST, HIGHEST = 0.0, 1.0 - 2.0**-53
 
 
@@ -192,8 +195,13 @@ def test_check_drafted_catches_each_lie(token_id: int, ids: list[int], q: list[f
     good = np.arange(support_ids.size, dtype=np.uint32), np.eye(1, support_ids.size, dtype=np.float32)[0]
     for block in ([(token_id, support_ids, probs), (0, *good)], [(0, *good), (token_id, support_ids, probs)]):
         token_ids, all_ids, all_probs = zip(*block, strict=True)
+        supports, laws = np.stack(all_ids), np.stack(all_probs)
+        if message in OF_SUPPORTS:  # then each is checked by itself, as above
+            assert not are_supports(supports, 100)
+            continue
+        assert are_supports(supports, 100)
         with pytest.raises(DraftContractError, match=message):
-            check_block(token_ids, np.stack(all_ids), np.stack(all_probs), vocabulary_size=100)
+            check_law(token_ids, supports, laws, vocabulary_size=100)
 
 
 def test_a_block_is_checked_as_its_tokens_are() -> None:
@@ -201,7 +209,8 @@ def test_a_block_is_checked_as_its_tokens_are() -> None:
     supports = np.stack([generator.permutation(100)[:8] for _ in range(4)]).astype(np.uint32)
     q = generator.dirichlet(np.ones(8), 4).astype(np.float32)
     token_ids = [int(support[index]) for support, index in zip(supports, (3, 0, 7, 3), strict=True)]
-    for checked, *proposal in zip(check_block(token_ids, supports, q, 100), token_ids, supports, q, strict=True):
+    assert are_supports(supports, 100)
+    for checked, *proposal in zip(check_law(token_ids, supports, q, 100), token_ids, supports, q, strict=True):
         alone = check_drafted(*proposal, vocabulary_size=100)
         assert (checked.token_id, checked.index) == (alone.token_id, alone.index)
         assert checked.support_ids.tobytes() == alone.support_ids.tobytes()
