@@ -28,12 +28,12 @@ def residual_from_p() -> None:
 
 def q_rounded_after_sampling() -> None:
     """The orchestrator sees q rounded to steps of 0.05, while the draft drew from the exact values."""
-    from orchestrator.drafting import Drafting
+    from orchestrator import drafting
 
-    checked = Drafting._checked
+    checked = drafting._checked
 
-    def rounded(self: Drafting, *arguments: Any) -> Any:
-        block = checked(self, *arguments)
+    def rounded(proposed: drafting.Proposed) -> drafting.Block:
+        block = checked(proposed)
         return replace(
             block,
             drafted=tuple(
@@ -42,7 +42,7 @@ def q_rounded_after_sampling() -> None:
             ),
         )
 
-    Drafting._checked = rounded  # type: ignore[method-assign]
+    drafting._checked = rounded
 
 
 def block_of_the_former_sampling() -> None:
