@@ -19,6 +19,9 @@ CLEARLY = 0.9
 """Of the time of two forwards in turns: more for the wait and the forward of all, and there is no wait."""
 LONGEST_SHARE = 0.5
 """Of the forward of those who wait: more a step never waits, whoever comes meanwhile."""
+MOST_SLOWER = 2.0
+"""As many times as long as expected a forward counts as having taken, at most. One in which the process was stopped says nothing of the
+next one, and half of what it took is no moment."""
 LEAST_SECONDS = 2e-5
 """Shorter waits are over before they begin."""
 _NEW = 0.25
@@ -93,7 +96,10 @@ class Gathering(Generic[KeyT]):
         if units <= 0.0:
             return  # a forward that costs nothing saves nothing
         scale = seconds / units
-        self._scale = scale if self._scale is None else self._scale + _NEW * (scale - self._scale)
+        if self._scale is None:
+            self._scale = scale
+        else:
+            self._scale += _NEW * (min(scale, MOST_SLOWER * self._scale) - self._scale)
 
     def seconds(self, waiting: Sequence[int], now: float) -> float:
         """How much longer the step of items of these sizes should wait for others; 0: it should run."""

@@ -173,7 +173,7 @@ def _load(options: ModelOptions) -> _OverSlots:
     probe = _probe(model)
     shapes = layer_shapes(probe)
     bytes_per_token = sum(shape.numbers for shape in shapes) * probe.layers[0].keys.element_size()
-    context_length = _context_length(options, config, bytes_per_token, device)
+    context_length = _context_length(options, config, bytes_per_token, device, _common_context(model, pattern))
     if group is not None:
         context_length = group.least(context_length)
     cache = SlotCache(shapes, options.slots + options.extra_slots, context_length, probe.layers[0].keys.dtype, device)
@@ -362,8 +362,9 @@ def _probe(model: Any) -> DynamicCache:
     return cache
 
 
-def _context_length(options: ModelOptions, config: Any, bytes_per_token: int, device: torch.device) -> int:
-    own = _model_context(config)
+def _context_length(options: ModelOptions, config: Any, bytes_per_token: int, device: torch.device, common: int) -> int:
+    """`common`: see `_common_context`."""
+    own = min((limit for limit in (_model_context(config), common) if limit), default=0)
     if options.context_length:
         if own and options.context_length > own:
             raise ModelError(
@@ -403,6 +404,39 @@ def _model_context(config: Any) -> int:
     limits = [each["original_max_position_embeddings"] for each in variants if each.get("rope_type") == "longrope"]
     limits.append(getattr(config, "max_position_embeddings", 0) or 0)
     return min((int(limit) for limit in limits if limit), default=0)
+
+
+def _common_context(model: Any, pattern: AttentionPattern) -> int:
+    """The longest sequence that the declared layers and the model's own forward take for the same, where they differ; 0: they don't.
+
+    A class may ignore a window that a config has from another one (Llama's does), or take it for all layers whatever types are declared
+    (Mistral's). And transformers' caches go by the declaration: past the window its own outputs would hang on how they are made.
+    """
+    # With two types a forward has a mask for each. A model of somebody else's code may keep its window where no change of the config reaches it.
+    if pattern.window is None or len(pattern.layer_types) > 1 or not type(model).__module__.startswith("transformers."):
+        return 0
+    if _looks_at_its_window(model) == (SLIDING in pattern.layer_types):
+        return 0
+    logger.warning(
+        "the config declares layers of type %s and a window of %d tokens, which model type %r doesn't make of it: no session is longer",
+        pattern.layer_types[0], pattern.window, model.config.model_type,
+    )  # fmt: skip
+    return pattern.window
+
+
+@torch.inference_mode()
+def _looks_at_its_window(model: Any) -> bool:
+    """Whether the model's own forward, without a cache, hangs on the window of its config."""
+    config = model.config.get_text_config()
+    # From all over the vocabulary: the first ones may be reserved, and all alike.
+    token_ids = torch.arange(7, device=model.device)[None] * config.vocab_size // 7
+    window, last = config.sliding_window, []
+    try:
+        for config.sliding_window in (1, 2):  # each sees itself alone, or one more
+            last.append(model(input_ids=token_ids, use_cache=False).logits[0, -1])
+    finally:
+        config.sliding_window = window
+    return not torch.equal(*last)
 
 
 @torch.inference_mode()

@@ -108,6 +108,23 @@ def test_who_comes_back_at_any_time_is_not_counted_on() -> None:
     assert made.seconds([1], 10.0) == 0.0
 
 
+def test_a_forward_in_which_the_process_was_stopped_makes_no_later_wait_longer() -> None:
+    made = gathering(forward=0.05)
+    come_and_go(made, "slow", [2.0] * 40, until=100.0)
+    assert made.seconds([1], 100.0) == 0.0
+    made.ran(1, 60.0)
+    assert made.seconds([1], 100.0) == 0.0
+
+
+def test_forwards_that_have_become_slower_are_waited_with_for_longer() -> None:
+    made = gathering(forward=0.05)
+    come_and_go(made, "b", [0.3] * 40, until=10.0)
+    assert made.seconds([1], 10.0) == 0.0
+    for _ in range(40):
+        made.ran(1, 1.0)
+    assert made.seconds([1], 10.0) == pytest.approx(0.3, rel=0.01)
+
+
 CURVES = {"flat": Curve(((1.0, 0.030), (64.0, 0.036))), "rising": Curve(((1.0, 0.05), (5.0, 0.08), (33.0, 0.30)))}
 
 

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoTokenizer
 from tandem import model_info
 from tandem.engine import loading
 from tandem.engine.faults import ModelError
+from tandem.engine.feed import Feed
 from tandem.engine.loading import ModelOptions, load
 from tandem.engine.ranks import Ranks
 from tandem.engine.weight_layout import inputs_first_pays, lay_inputs_first
-from tests.engine.models import plain_logits, random_model
+from tests.engine.models import over_slots, plain_logits, random_ids, random_model
 from tests.support.services import MODELS
 
 TINY = MODELS / "tiny-target"
@@ -116,6 +117,50 @@ def test_weights_that_are_not_safetensors_are_not_read(tmp_path: Path) -> None:
 
 def test_a_context_beyond_the_models() -> None:
     assert "context length 5000 is beyond the 1024 tokens" in refused(TINY, context_length=5000)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "common"),
+    [
+        ("llama", {"sliding_window": 40}, 40),  # another one's, that it knows nothing of
+        ("llama", {"sliding_window": 40, "layer_types": ["full_attention"] * 2}, 0),
+        (
+            "mistral",
+            {"sliding_window": 40, "layer_types": ["full_attention"] * 2},
+            40,
+        ),  # which knows no other but sliding ones
+        ("mistral", {"sliding_window": 40}, 0),
+        ("mistral", {"sliding_window": 1}, 0),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}, 0),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}, 0),
+        ("gemma2", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 2}, 0),
+    ],
+)
+def test_a_window_that_the_model_makes_something_else_of(
+    model_type: str, changes: dict[str, object], common: int
+) -> None:
+    model = random_model(model_type, **changes)
+    window = model.config.sliding_window
+    pattern = loading._attention_pattern(model.config)
+    assert loading._common_context(model, pattern) == common
+    assert model.config.sliding_window == window
+    ids = random_ids(1, common or 60)
+    said = over_slots(model).forward([Feed(0, 0, ids, ids.size)])
+    assert torch.allclose(said, plain_logits(model, ids), atol=1e-3)
+
+
+def test_a_model_with_a_window_of_its_own_is_asked_by_nobody_else() -> None:
+    model = random_model("llama", sliding_window=40)
+    model.__class__ = type("Remote", (type(model),), {"__module__": "modeling_remote"})
+    assert loading._common_context(model, loading._attention_pattern(model.config)) == 0
+
+
+def test_no_session_goes_past_a_window_that_the_model_ignores(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"sliding_window": 40,', 1))
+    assert load(ModelOptions(str(folder), slots=2)).context_length == 40
+    assert "context length 41 is beyond the 40 tokens" in refused(folder, slots=2, context_length=41)
 
 
 def test_a_device_that_is_not_there() -> None:
