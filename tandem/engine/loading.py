@@ -31,6 +31,7 @@ from tandem.engine.slot_cache import SlotCache
 from tandem.engine.step_shapes import StepShape, StepShapes
 from tandem.engine.weight_layout import inputs_first_pays, lay_inputs_first
 from tandem.structured_output import FormError, Forms
+from tandem.wire import IdArray
 
 logger = logging.getLogger(__name__)
 
@@ -424,12 +425,16 @@ def _common_context(model: Any, pattern: AttentionPattern) -> int:
     return pattern.window
 
 
+def _spread_ids(count: int, vocabulary: int) -> IdArray:
+    """Tokens from all over the vocabulary. The first ones may be reserved and all alike, and of such it says nothing where they stand."""
+    return (np.arange(count) * vocabulary // count).astype(np.uint32)
+
+
 @torch.inference_mode()
 def _looks_at_its_window(model: Any) -> bool:
     """Whether the model's own forward, without a cache, hangs on the window of its config."""
     config = model.config.get_text_config()
-    # From all over the vocabulary: the first ones may be reserved, and all alike.
-    token_ids = torch.arange(7, device=model.device)[None] * config.vocab_size // 7
+    token_ids = torch.from_numpy(_spread_ids(7, config.vocab_size).astype(np.int64))[None].to(model.device)
     window, last = config.sliding_window, []
     try:
         for config.sliding_window in (1, 2):  # each sees itself alone, or one more
@@ -446,7 +451,7 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
     This is what tells a model whose positions or masks the engine can't steer from one it can.
     """
     length = min(7, lm.cache.max_length)
-    token_ids = np.arange(length, dtype=np.uint32) % lm.padded_vocabulary_size
+    token_ids = _spread_ids(length, lm.padded_vocabulary_size)
     expected = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None].to(model.device)).logits[0].float()
     first = max(1, length // 2)
     try:

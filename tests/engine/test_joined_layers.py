@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tandem.engine import joined_layers
+from tandem.engine.faults import ModelError
 from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.loading import ModelOptions, load
-from tests.engine.models import plain_logits, random_ids, random_model
+from tests.engine.models import over_slots, plain_logits, random_ids, random_model
 from tests.engine.test_causal_lm import TOLERANCE, greedy, relative
 from tests.support.services import MODELS
 
@@ -104,6 +105,18 @@ def test_layers_that_would_be_wrong_are_run_as_they_are(
     assert "layers are not joined, since joined ones would be wrong" in caplog.text
     assert plain.lm._joined is None  # type: ignore[attr-defined]
     assert greedy(plain.lm, prompt, 20) == expected  # type: ignore[arg-type]
+
+
+def test_reserved_tokens_that_are_all_alike_hide_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tokens of many vocabularies were never trained: of them it says nothing where each stands."""
+    model = random_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:32] = model.model.embed_tokens.weight[0]
+    over_slots(model)
+    rotated = joined_layers._rotated
+    monkeypatch.setattr(joined_layers, "_rotated", lambda heads, cosines, sines: rotated(heads, cosines, -sines))
+    with pytest.raises(ModelError, match="gives other logits over the slot cache"):
+        over_slots(model)
 
 
 def test_weights_take_no_more_memory() -> None:
