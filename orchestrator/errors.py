@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeAlias
+import traceback
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -115,14 +116,35 @@ def _cut(text: str) -> str:
     return text.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
-async def abort(context: Context, failure: RequestFailed) -> NoReturn:
-    """Ends the call with the failure's status and details."""
+def tell(context: Context, failure: RequestFailed) -> None:
+    """Ends the call with the failure's status and details, once its handler returns. Not by `context.abort`: gRPC keeps what that raises,
+    and with it the handler's frames and the request, in a circle that only the garbage collector finds, when it comes."""
     details = []
     for message in failure.details():
         packed = any_pb2.Any()
         packed.Pack(message)
         details.append(packed)
     status = status_pb2.Status(code=failure.code.value[0], message=str(failure), details=details)
-    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(failure.code, str(failure), trailing_metadata=trailers)
-    raise AssertionError("abort returns only by raising")
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    context.set_details(str(failure))
+    context.set_code(failure.code)
+
+
+def let_go(failure: BaseException) -> None:
+    """Makes a failure that has come to its end forget the frames that it has come through, and what it came from. A frame that keeps it in
+    a variable, or a group of failures that it is one of, would be kept by it in turn: with the request, which may have megabytes, and
+    until the garbage collector comes, which may be after hundreds of them."""
+    left: list[BaseException | None] = [failure]
+    known: dict[int, BaseException] = {}
+    while left:
+        error = left.pop()
+        if error is None or id(error) in known:
+            continue
+        known[id(error)] = error
+        left += [
+            error.__cause__,
+            error.__context__,
+            *(error.exceptions if isinstance(error, BaseExceptionGroup) else ()),
+        ]
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__cause__ = error.__context__ = None

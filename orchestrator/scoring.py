@@ -27,11 +27,13 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
-from .worker_stream import AnswerLate, ItemFailed, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
 TargetPool = ReplicaPool[target_pb2.VerifyItem, target_pb2.Verdict]
+
+TargetReplica = Replica[target_pb2.VerifyItem, target_pb2.Verdict]
 
 TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
     role="target",
@@ -143,7 +145,10 @@ class Scoring:
             if give_up_at is None:
                 # From the first fault on: one answer may take longer than all of the retrying.
                 give_up_at = time.monotonic() + self._policy.retry
-            await self._pause(pause, give_up_at, fault)
+            try:
+                await self._pause(pause, give_up_at, fault)
+            finally:
+                del fault  # whose frames are this one too
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _refused(self, failed: ItemFailed) -> None:
@@ -216,11 +221,8 @@ class Scoring:
             traceparent=traceparent,
             cache_salt="" if self._session.opened else self._cache_salt,
         )
-        answer = replica.submit(item, self._policy.timeout)
-        if meanwhile is not None:
-            asyncio.get_running_loop().call_soon(meanwhile)  # behind whoever sends the item
         try:
-            verdict = await answer
+            verdict = await self._asked(replica, item, meanwhile)
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         sizes = [len(ids) // wire.TOKEN_BYTES for ids in proposed.supports]
@@ -230,6 +232,15 @@ class Scoring:
         self.worker_time = WorkerTime.of(verdict)
         self._session.cached_length = verdict.cached_length
         return rows
+
+    def _asked(
+        self, replica: TargetReplica, item: target_pb2.VerifyItem, meanwhile: Callable[[], None] | None
+    ) -> asyncio.Future[target_pb2.Verdict]:
+        """Who awaits it had better not keep it: a failure in it would keep the frame that does, and with it the request's tokens."""
+        answer = replica.submit(item, self._policy.timeout)
+        if meanwhile is not None:
+            asyncio.get_running_loop().call_soon(meanwhile)  # behind whoever sends the item
+        return answer
 
     def _checked(self, verdict: target_pb2.Verdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
         answered = list(verdict.rows)  # each walk through a repeated field makes its messages anew

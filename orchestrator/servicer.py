@@ -12,7 +12,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1 import orchestrator_pb2_grpc
 
 from .call import GrpcCall
-from .errors import Context, InvalidArgument, RequestFailed, abort
+from .errors import Context, InvalidArgument, RequestFailed, let_go, tell
 from .generation import Generations
 from .updates import SamplingUpdates
 
@@ -41,7 +41,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 raise InvalidArgument("request", "is no GenerateRequest")
             await self._generations.run(request, GrpcCall(context))
         except RequestFailed as failure:
-            await abort(context, failure)
+            let_go(failure)
+            tell(context, failure)
 
     async def UpdateSampling(
         self, request: api.UpdateSamplingRequest | Unreadable, context: Context
@@ -52,7 +53,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 raise InvalidArgument("request", "is no UpdateSamplingRequest")
             return await self._updates.run(request, GrpcCall(context))
         except RequestFailed as failure:
-            await abort(context, failure)
+            let_go(failure)
+            tell(context, failure)
+            return api.UpdateSamplingResponse()  # which gRPC doesn't send beside such a status
 
 
 def add_to_server(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:

@@ -13,7 +13,7 @@ from tandem.randomness import completion_seed
 from tandem.v1 import orchestrator_pb2 as api
 
 from .call import Call, CallAround
-from .errors import RequestFailed
+from .errors import RequestFailed, let_go
 from .request import GenerationPlan
 
 T = TypeVar("T")
@@ -77,6 +77,13 @@ class SharedCall(CallAround):
     async def run(self, completions: Sequence[Coroutine[None, None, T]]) -> list[T]:
         """Runs all to their end. The first failure ends the others, and is raised."""
         try:
+            return await self._together(completions)
+        except asyncio.CancelledError as gone:
+            let_go(gone)  # a group of tasks keeps what has ended it, and is kept by it
+            raise
+
+    async def _together(self, completions: Sequence[Coroutine[None, None, T]]) -> list[T]:
+        try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._noticing_refusal(each)) for each in completions]
         except* RequestFailed as failures:
@@ -89,6 +96,9 @@ class SharedCall(CallAround):
         except RequestFailed as failure:
             # The others look at it as they are ended.
             self._refused = self._refused or failure.code not in _CUT_OFF
+            raise
+        except asyncio.CancelledError as gone:
+            let_go(gone)  # so does its task
             raise
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ..callers import Callers
-from ..errors import RequestFailed
+from ..errors import RequestFailed, let_go
 from ..generation import Generations
 from ..recorder import Recorders
 from .body import BodyRoom, read_body
@@ -56,6 +56,7 @@ class GenerationEndpoint:
             inquiry = await self._read(request, reply.request_id)
             await self._answer(request, inquiry, reply)
         except HttpFailure as failure:
+            let_go(failure)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD_SECONDS):
                     await reply.fail(failure)
