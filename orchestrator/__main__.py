@@ -40,7 +40,8 @@ STORE_CLOSE_SECONDS = 1.0
 SPARE_CALLS = 256
 """Beyond the requests that run and wait: for refusals that say more than gRPC's own, updates, health."""
 COLLECT_AFTER_OBJECTS = 50_000
-"""Made beyond those that went, after which Python looks for garbage that refers to itself, of which a round leaves none and a fault little.
+"""Made beyond those that went, after which Python looks for garbage that refers to itself, of which a round leaves none and a fault little
+(`errors.let_go` sees to it).
 By its own 700 it looks again and again at what is in the hands of a few dozen requests: a tenth of the orchestrator's CPU time at 64."""
 MAX_REQUEST_BYTES = 8 << 20
 """Room for the longest prompt at four bytes a character, and the rest of a request."""
