@@ -458,15 +458,15 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
         feeds = [Feed(0, 0, token_ids[:first], 1)]
         if lm.cache.slots > 1:
             feeds.append(Feed(1, 0, token_ids, length))
-        lm.forward(feeds)
+        begun = lm.forward(feeds)
         # Over the same slots, from the middle: the rest of the tokens beside one token fed again.
         feeds = [Feed(0, first, token_ids[first:], length - first)] if first < length else []
         if lm.cache.slots > 1:
             feeds.append(Feed(1, length - 1, token_ids[-1:], 1))
-        logits = lm.forward(feeds) if feeds else expected[first:]
+        logits = lm.forward(feeds) if feeds else begun  # one token, and one slot
     except Exception as error:
         raise ModelError(f"model type {model.config.model_type!r} can't use the cache: {_one_line(error)}") from error
-    wanted = torch.cat([expected[first:], expected[-1:]])[: logits.shape[0]]
+    wanted = torch.cat([expected[first:], expected[-1:]])[: logits.shape[0]]  # of one token, the last is the first
     difference = _difference(logits, wanted)
     if not difference <= _tolerance(lm):
         raise ModelError(

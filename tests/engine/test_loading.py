@@ -64,6 +64,14 @@ def test_the_context_is_what_the_memory_holds() -> None:
     assert "holds no token" in refused(TINY, slots=4, kv_memory_bytes=100)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_smallest_caches_are_checked_too(context: int, slots: int) -> None:
+    served = load(ModelOptions(str(TINY), slots=slots, threads=1, context_length=context))
+    assert served.context_length == context
+    assert served.lm._joined is not None  # type: ignore[attr-defined]
+
+
 def test_other_dtypes_run() -> None:
     for dtype in ("bfloat16", "float16"):
         assert load(ModelOptions(str(TINY), slots=2, dtype=dtype)).dtype == dtype
