@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints one table; milliseconds for a forward."""
     parser = argparse.ArgumentParser(prog="python -m bench.forwards")
     parser.add_argument("--model", type=Path, default=ModelPair().target)
+    parser.add_argument("--draft", action="store_true", help="as a draft loads it, for one row of a request")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--read", type=int, default=100, help="tokens that are read before")
     parser.add_argument("--repeats", type=int, default=25)
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     with torch.inference_mode():
         sides = {
             "transformers": _in_transformers(torch, options.model, options.read),
-            "engine": _in_engine(options.model, options.read, options.threads),
+            "engine": _in_engine(options),
         }
         title = f"{options.model.name}: a forward after {options.read} tokens, float32, {options.threads} threads, ms"
         table = results_table(title, ("rows", *sides, "ratio"))
@@ -70,14 +71,21 @@ def _in_transformers(torch: Any, folder: Path, read: int) -> Callable[[int], Non
     return run
 
 
-def _in_engine(folder: Path, read: int, threads: int) -> Callable[[int], None]:
+def _in_engine(asked: argparse.Namespace) -> Callable[[int], None]:
     import numpy as np
 
     from tandem.engine.feed import Feed
     from tandem.engine.loading import ModelOptions, load
 
+    read: int = asked.read
     options = ModelOptions(
-        str(folder), dtype="float32", device="cpu", threads=threads, slots=2, context_length=read + ROWS[-1]
+        str(asked.model),
+        dtype="float32",
+        device="cpu",
+        threads=asked.threads,
+        slots=2,
+        context_length=read + ROWS[-1],
+        verifies=not asked.draft,
     )
     lm = load(options).lm
     lm.forward([Feed(0, 0, np.arange(read, dtype=np.uint32), 1)])

@@ -10,7 +10,7 @@ The weights stay the model's own. Its linear layers see their parts of the joine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
 
-from tandem.engine.slot_cache import SlotCache
-from tandem.engine.weight_layout import lay_side_by_side
+from tandem.engine.slot_cache import SlotCache, SlotLayer
+from tandem.engine.weight_layout import PackedProduct, can_pack, lay_side_by_side
 
 _KINDS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 """Exactly these: a subclass may compute something else."""
@@ -42,7 +42,7 @@ class _Norm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        return hidden / torch.hypot(length, self.floor) * self.weight
+        return (hidden / torch.hypot(length, self.floor, out=length)).mul_(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,44 @@ class _Layer:
     """The type of the layer, where the types have masks of their own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the layers of a step have in common: how tokens are turned, and where the large products are written, with the parts
+    that are read of them. A part takes as long to name as a small operation, so it is named once for all layers."""
+
+    cosines: torch.Tensor
+    """[tokens, 1, 2, dim / 2], as are the sines."""
+    sines: torch.Tensor
+    """With the sign of what they are multiplied with."""
+    joined: torch.Tensor
+    """Queries, keys and values, [tokens, all heads * dim]."""
+    turned: torch.Tensor
+    """Queries and keys, [tokens, heads, 2, dim / 2]."""
+    queries: torch.Tensor
+    """[batch, heads, width, dim]"""
+    keys: torch.Tensor
+    """[tokens, heads, dim], as are the values."""
+    values: torch.Tensor
+    gate_up: torch.Tensor
+    """[tokens, 2 * intermediate]"""
+    gate: torch.Tensor
+    up: torch.Tensor
+
+
 class JoinedLayers:
     """Takes the place of a transformers model whose cache is a SlotCache."""
 
-    def __init__(self, model: Any) -> None:
-        """Lays the model's weights out anew, in place. The model is one that `can_be_joined`."""
+    def __init__(self, model: Any, *, pack_head: bool = False) -> None:
+        """Lays the model's weights out anew, in place. The model is one that `can_be_joined`. `pack_head`: where logits of several
+        tokens of a request are wanted in a step, and no compiler has to read the head."""
         base, config = model.model, model.config
         types: Sequence[str] = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         self._layers = [_joined(layer, kind) for layer, kind in zip(base.layers, types, strict=True)]
-        self._head = lay_side_by_side([model.lm_head])
+        self._head = _packed_head(model) if pack_head and _can_be_packed(model) else _plain_head(model)
         self._embedding = base.embed_tokens.weight.detach()
         self._norm = _Norm.of(base.norm)
         self._rotary = base.rotary_emb
+        self._signs = torch.tensor([[-1.0], [1.0]], device=self._embedding.device)
         attention = base.layers[0].self_attn
         self._dim: int = attention.head_dim
         self._query_heads: int = config.num_attention_heads
@@ -89,51 +115,52 @@ class JoinedLayers:
         mask is added to the scores. Returns the logits of the last `keep` tokens of each row, 0: of all."""
         batch, width = token_ids.shape
         hidden = functional.embedding(token_ids.reshape(-1), self._embedding)
-        rotation = self._rotation(hidden, positions)
-        for index, layer in enumerate(self._layers):
+        step = self._step(hidden, positions)
+        for layer, store in zip(self._layers, cache.layers, strict=True):
             seen = mask[layer.mask] if isinstance(mask, dict) else mask
-            attended = self._attention(layer, hidden, rotation, seen, cache, index)
-            hidden = torch.addmm(hidden, attended, layer.attention_output)
-            gate, up = torch.mm(layer.mlp_norm(hidden), layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
+            hidden.addmm_(self._attended(layer, hidden, step, seen, store), layer.attention_output)
+            torch.mm(layer.mlp_norm(hidden), layer.gate_up, out=step.gate_up)
+            hidden.addmm_(functional.silu(step.gate).mul_(step.up), layer.down)
         kept = hidden.view(batch, width, -1)[:, -keep:] if keep else hidden.view(batch, width, -1)
-        return torch.matmul(self._norm(kept), self._head)
+        return self._head(self._norm(kept))
 
-    def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, [batch * width, 1, dim]; the sines have the sign of what they are multiplied with."""
-        cosines, sines = self._rotary(hidden, positions)
-        half = self._dim // 2
-        signed = torch.cat((-sines[..., :half], sines[..., half:]), dim=-1)
-        return cosines.reshape(-1, 1, self._dim), signed.reshape(-1, 1, self._dim)
-
-    def _attention(
-        self,
-        layer: _Layer,
-        hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
-        cache: SlotCache,
-        index: int,
-    ) -> torch.Tensor:
-        """What the heads found, [batch * width, heads * dim]."""
+    def _step(self, hidden: torch.Tensor, positions: torch.Tensor) -> _Step:
+        batch, tokens = positions.shape[0], hidden.shape[0]
         dim, queries, keys = self._dim, self._query_heads, self._key_heads
-        batch, tokens = mask.shape[0], hidden.shape[0]
-        normed = layer.attention_norm(hidden)
-        joined = (
-            torch.mm(normed, layer.queries_keys_values)
-            if layer.bias is None
-            else torch.addmm(layer.bias, normed, layer.queries_keys_values)
-        ).view(tokens, queries + 2 * keys, dim)
-        rotated = _rotated(joined[:, : queries + keys], *rotation)
-        held_keys, held_values = cache.layers[index].store(rotated[:, queries:], joined[:, queries + keys :])
-        found = functional.scaled_dot_product_attention(
-            rotated[:, :queries].view(batch, -1, queries, dim).transpose(1, 2),
-            held_keys,
-            held_values,
-            attn_mask=mask,
-            enable_gqa=queries != keys,
+        halves = (tokens, -1, 2, dim // 2)
+        cosines, sines = self._rotary(hidden, positions)
+        joined = hidden.new_empty(tokens, (queries + 2 * keys) * dim)
+        heads = joined.view(tokens, -1, dim)
+        gate_up = hidden.new_empty(tokens, self._layers[0].gate_up.shape[1])
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _Step(
+            cosines=cosines.reshape(halves),
+            sines=sines.reshape(halves) * self._signs,
+            joined=joined,
+            turned=heads[:, : queries + keys].view(halves),
+            queries=heads[:, :queries].view(batch, -1, queries, dim).transpose(1, 2),
+            keys=heads[:, queries : queries + keys],
+            values=heads[:, queries + keys :],
+            gate_up=gate_up,
+            gate=gate,
+            up=up,
         )
-        return found.transpose(1, 2).reshape(tokens, queries * dim)
+
+    def _attended(
+        self, layer: _Layer, hidden: torch.Tensor, step: _Step, mask: torch.Tensor, store: SlotLayer
+    ) -> torch.Tensor:
+        """What the heads found, [tokens, heads * dim]."""
+        normed = layer.attention_norm(hidden)
+        if layer.bias is None:
+            torch.mm(normed, layer.queries_keys_values, out=step.joined)
+        else:
+            torch.addmm(layer.bias, normed, layer.queries_keys_values, out=step.joined)
+        _turn(step.turned, step.cosines, step.sines)
+        keys, values = store.store(step.keys, step.values)
+        found = functional.scaled_dot_product_attention(
+            step.queries, keys, values, attn_mask=mask, enable_gqa=self._query_heads != self._key_heads
+        )
+        return found.transpose(1, 2).reshape(hidden.shape[0], -1)
 
 
 def can_be_joined(model: Any) -> bool:
@@ -182,7 +209,22 @@ def _joined(layer: Any, kind: str) -> _Layer:
     )
 
 
-def _rotated(heads: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
-    """Heads [tokens, heads, dim], each half of a head turned against the other."""
-    halves = heads.view(*heads.shape[:2], 2, -1)
-    return torch.addcmul(heads * cosines, halves.flip(2).view_as(heads), signed_sines)
+def _plain_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    laid = lay_side_by_side([model.lm_head])
+    return lambda hidden: torch.matmul(hidden, laid)
+
+
+def _can_be_packed(model: Any) -> bool:
+    """A head that shares its weight with the embedding gets a copy of its own in any case."""
+    shared: bool = model.lm_head.weight is model.model.embed_tokens.weight
+    return shared and can_pack()
+
+
+def _packed_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return PackedProduct(model.lm_head.weight.detach())
+
+
+def _turn(heads: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> None:
+    """Turns heads, [tokens, heads, 2, dim / 2], in place: each half of a head against the other."""
+    other = heads.flip(2)
+    heads.mul_(cosines).addcmul_(other, signed_sines)

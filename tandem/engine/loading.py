@@ -70,6 +70,8 @@ class ModelOptions:
     """The processes that share the model."""
     compiled: CompileOptions | None = None
     """How the steps that are no prefill are prepared; None: they run as they are."""
+    verifies: bool = False
+    """Whether logits of several tokens of a session are wanted in a step, or those of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,11 @@ def _load(options: ModelOptions) -> _OverSlots:
     )  # fmt: skip
     padded = int(model.get_output_embeddings().weight.shape[0])
     # The parts that ranks have are no plain tensors.
-    lm = _for_small_batches(model, pattern, cache, padded) if group is None and inputs_first_pays(model) else None
+    lm = None
+    if group is None and inputs_first_pays(model):
+        # A compiler finds no way through a head that is packed.
+        pack_head = options.verifies and options.compiled is None
+        lm = _for_small_batches(model, pattern, cache, padded, pack_head=pack_head)
     if lm is None:
         lm = CausalLM(model, pattern, cache, padded)
         _check_against_model(model, lm)
@@ -475,13 +481,15 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
         )
 
 
-def _for_small_batches(model: Any, pattern: AttentionPattern, cache: SlotCache, padded: int) -> CausalLM | None:
+def _for_small_batches(
+    model: Any, pattern: AttentionPattern, cache: SlotCache, padded: int, *, pack_head: bool
+) -> CausalLM | None:
     """The model with its layers joined, where they are known; None where they are not, its weights laid out anew."""
     if not can_be_joined(model):
         logger.info("%d linear layers laid out for small batches", lay_inputs_first(model))
         return None
     try:
-        lm = CausalLM(model, pattern, cache, padded, JoinedLayers(model))
+        lm = CausalLM(model, pattern, cache, padded, JoinedLayers(model, pack_head=pack_head))
         _check_against_model(model, lm)
     except Exception as error:  # noqa: BLE001 - whatever it is, the model's own layers are still there
         logger.warning("layers are not joined, since joined ones would be wrong: %s", _one_line(error))

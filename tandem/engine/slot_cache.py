@@ -41,6 +41,8 @@ class StepView:
         """The slots of the batch in order: a slice where they are adjacent (read without a copy), else int64 [batch]."""
         self.columns = 0
         """Columns to read: the longest session of the batch, this forward's tokens included."""
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """What each layer reads, [batch, heads, columns, dim], where it is read without a copy."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -48,11 +50,15 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, view: StepView) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, view: StepView, index: int) -> None:
         super().__init__()
         self.keys = keys
         self.values = values
+        self._key_rows = keys.view(-1, *keys.shape[2:])
+        self._value_rows = values.view(-1, *values.shape[2:])
+        self._columns = keys.shape[1]
         self._view = view
+        self._index = index
         self.is_initialized = True
 
     def update(
@@ -64,7 +70,13 @@ class SlotLayer(CacheLayerMixin):
 
     def store(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for states [batch * width, heads, dim]."""
-        return _store(self.keys, keys, self._view), _store(self.values, values, self._view)
+        view = self._view
+        assert view.write is not None
+        self._key_rows.index_copy_(0, view.write, keys)
+        self._value_rows.index_copy_(0, view.write, values)
+        if view.held is not None:
+            return view.held[self._index]
+        return _read(self._key_rows, self._columns, view), _read(self._value_rows, self._columns, view)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: stores are allocated at once."""
@@ -87,10 +99,8 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(1, 2).reshape(batch * width, heads, dim)
 
 
-def _store(store: torch.Tensor, rows: torch.Tensor, view: StepView) -> torch.Tensor:
-    assert view.write is not None
-    store.view(-1, *rows.shape[1:]).index_copy_(0, view.write, rows)
-    held = store[:, : view.columns]
+def _read(rows: torch.Tensor, columns: int, view: StepView) -> torch.Tensor:
+    held = rows.view(-1, columns, *rows.shape[1:])[:, : view.columns]
     read = held[view.slots] if isinstance(view.slots, slice) else held.index_select(0, view.slots)
     return read.transpose(1, 2)
 
@@ -113,19 +123,32 @@ class SlotCache(Cache):
         }
         """[layers' keys and values, slots, columns, heads, dim] for all of one size: what is done to a slot is done to
         all layers at once."""
-        each = {size: iter(store) for size, store in self._stores.items()}
-        stores = [next(each[size]) for size in sizes]
+        self._sizes = sizes
         self.layers: list[SlotLayer]
         self._view = StepView()
-        super().__init__(layers=[SlotLayer(*pair, self._view) for pair in zip(stores[::2], stores[1::2], strict=True)])
+        super().__init__(
+            layers=[SlotLayer(*pair, self._view, index) for index, pair in enumerate(self._pairs(self._stores))]
+        )
+
+    def _pairs(self, stores: dict[tuple[int, int], torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The keys and values of each layer, of parts of the stores."""
+        each = {size: iter(store.unbind(0)) for size, store in stores.items()}
+        ordered = [next(each[size]) for size in self._sizes]
+        return list(zip(ordered[::2], ordered[1::2], strict=True))
 
     def begin(self, write: torch.Tensor, slots: slice | torch.Tensor, columns: int) -> None:
         """Points all layers at the part of the stores that the forward uses: see StepView."""
         self._view.write, self._view.slots, self._view.columns = write, slots, columns
+        # For all layers at once, which takes a fraction of what it does in each. A compiler sees each layer's own part alone.
+        at_once = isinstance(slots, slice) and not torch.compiler.is_compiling()
+        self._view.held = self._held(slots, columns) if at_once else None
+
+    def _held(self, slots: slice | torch.Tensor, columns: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._pairs({size: store[:, slots, :columns].transpose(2, 3) for size, store in self._stores.items()})
 
     def end(self) -> None:
         """The forward is over. What a compiler has traced then leaves nothing behind that would have to be made."""
-        self._view.write, self._view.slots, self._view.columns = None, slice(0), 0
+        self._view.write, self._view.slots, self._view.columns, self._view.held = None, slice(0), 0, None
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copies columns of one slot to another."""

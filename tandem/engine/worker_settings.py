@@ -104,6 +104,7 @@ class WorkerSettings(ServiceSettings):
             context_length=self.context_length,
             kv_memory_bytes=self.kv_memory_mib << 20,
             compiled=self._compile_options(),
+            verifies=self.verifies,
         )
 
     def _compile_options(self) -> CompileOptions | None:

@@ -49,7 +49,7 @@ def over_slots(model: Any, slots: int = 8, max_length: int = 64, *, join: bool =
     pattern = loading._attention_pattern(config)
     shapes = loading.layer_shapes(loading._probe(model))
     cache = SlotCache(shapes, slots, max_length, torch.float32, torch.device("cpu"))
-    joined = JoinedLayers(model) if join and can_be_joined(model) else None
+    joined = JoinedLayers(model, pack_head=True) if join and can_be_joined(model) else None
     lm = CausalLM(model, pattern, cache, int(model.get_output_embeddings().weight.shape[0]), joined)
     loading._check_against_model(model, lm)
     return lm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from tandem.engine.causal_lm import CausalLM
 from tandem.engine.faults import ModelError
@@ -43,6 +44,21 @@ def test_any_slots_in_any_order(slots: tuple[int, ...]) -> None:
         lm.forward([Feed(slot, 0, ids[:-3], 0)])
     logits = lm.forward([Feed(slot, sequences[slot].size - 3, sequences[slot][-3:], 2) for slot in slots])
     expected = torch.cat([plain_logits(model, sequences[slot])[-2:] for slot in slots])
+    assert relative(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_a_forward_that_failed_leaves_nothing_to_the_next(join: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots were adjacent, so that all layers were shown theirs at once; those of the next are not."""
+    model = random_model()
+    lm = over_slots(model, join=join)
+    mine, other = random_ids(1, 9), random_ids(2, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "scaled_dot_product_attention", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lm.forward([Feed(3, 0, other, 1)])
+    logits = lm.forward([Feed(5, 0, mine, 2), Feed(0, 0, other, 2)])
+    expected = torch.cat([plain_logits(model, ids)[-2:] for ids in (mine, other)])
     assert relative(logits, expected) < TOLERANCE
 
 
@@ -98,9 +114,10 @@ def greedy(lm: CausalLM, prompt: np.ndarray, count: int) -> list[int]:
     return generated
 
 
-@pytest.mark.parametrize("join", [True, False])
-def test_greedy_equals_generate(join: bool) -> None:
-    model = random_model()
+@pytest.mark.parametrize(("join", "tied"), [(True, False), (True, True), (False, False)])
+def test_greedy_equals_generate(join: bool, tied: bool) -> None:
+    """A head that is tied to the embedding is packed."""
+    model = random_model(tie_word_embeddings=tied)
     for seed in range(5):
         prompt = random_ids(seed, 10 + seed)
         assert greedy(over_slots(model, join=join), prompt, 40) == plain_greedy(model, prompt, 40)

@@ -12,6 +12,7 @@ from tandem.engine import joined_layers
 from tandem.engine.faults import ModelError
 from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.loading import ModelOptions, load
+from tandem.engine.weight_layout import PackedProduct
 from tests.engine.models import over_slots, plain_logits, random_ids, random_model
 from tests.engine.test_causal_lm import TOLERANCE, greedy, relative
 from tests.support.services import MODELS
@@ -83,23 +84,65 @@ def test_the_models_own_layers_see_parts_of_the_joined_weights() -> None:
     assert model.get_input_embeddings().weight is embedding
     held = {module.weight.untyped_storage().data_ptr() for module in model.modules() if type(module) is torch.nn.Linear}
     assert len(held) == 2 * 4 + 1  # four products a layer, and the head's own copy
-    assert joined._head.untyped_storage().data_ptr() in held
+    assert model.lm_head.weight is not embedding
+    assert not isinstance(joined._head, PackedProduct)
 
 
+def test_a_packed_head_leaves_the_models_own_to_the_model() -> None:
+    """Which is what it is compared with at the start."""
+    model = random_model(tie_word_embeddings=True)
+    ids = random_ids(1, 20)
+    expected = plain_logits(model, ids)
+    joined = JoinedLayers(model, pack_head=True)
+    assert isinstance(joined._head, PackedProduct)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert relative(plain_logits(model, ids), expected) < TOLERANCE
+
+
+def test_a_head_with_a_weight_of_its_own_is_not_copied() -> None:
+    assert not isinstance(JoinedLayers(random_model(tie_word_embeddings=False), pack_head=True)._head, PackedProduct)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 17, 64])
+def test_a_packed_product_is_the_product(rows: int) -> None:
+    weight, hidden = torch.randn(96, 32), torch.randn(2, rows, 32)
+    assert relative(PackedProduct(weight)(hidden), hidden @ weight.t()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("verifies", "packed"), [(True, True), (False, False)])
+def test_the_head_is_packed_for_who_verifies(verifies: bool, packed: bool) -> None:
+    """One row is what a draft wants, and what a packed head is slower for."""
+    lm = load(ModelOptions(str(TINY), slots=2, threads=1, verifies=verifies)).lm
+    assert isinstance(lm._joined._head, PackedProduct) is packed  # type: ignore[attr-defined]
+
+
+def _turned_the_other_way(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    other = heads.flip(2)
+    heads.mul_(cosines).addcmul_(other, -sines)
+
+
+def _of_other_tokens(self: PackedProduct, hidden: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _PACKED(self, hidden)
+    return product.roll(1, -1)
+
+
+_PACKED = PackedProduct.__call__
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fault"),
+    [(joined_layers, "_turn", _turned_the_other_way), (PackedProduct, "__call__", _of_other_tokens)],
+)
 def test_layers_that_would_be_wrong_are_run_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: object, name: str, fault: object
 ) -> None:
     prompt = random_ids(3, 30, 512)
-    options = ModelOptions(str(TINY), slots=2, threads=1)
+    options = ModelOptions(str(TINY), slots=2, threads=1, verifies=True)
     joined = load(options)
     assert joined.lm._joined is not None  # type: ignore[attr-defined]
     expected = greedy(joined.lm, prompt, 20)  # type: ignore[arg-type]
 
-    def turned_the_other_way(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        halves = heads.view(*heads.shape[:2], 2, -1)
-        return torch.addcmul(heads * cosines, halves.flip(2).view_as(heads), -sines)
-
-    monkeypatch.setattr(joined_layers, "_rotated", turned_the_other_way)
+    monkeypatch.setattr(where, name, fault)
     with caplog.at_level(logging.WARNING):
         plain = load(options)
     assert "layers are not joined, since joined ones would be wrong" in caplog.text
