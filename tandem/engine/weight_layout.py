@@ -42,7 +42,7 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> torch.Tensor:
 
 def can_pack() -> bool:
     """Whether there is a PackedProduct."""
-    return torch.backends.mkldnn.is_available()
+    return bool(torch.backends.mkldnn.is_available())
 
 
 class PackedProduct:
