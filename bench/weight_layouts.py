@@ -1,4 +1,4 @@
-"""`python -m bench.weight_layouts`: all linear layers of a model, by how their weights lie in memory, for few rows and many.
+"""`python -m bench.weight_layouts`: all linear layers of a model, or some, by how their weights lie in memory, for few rows and many.
 
 The layouts take turns, row count by row count, so that a machine that gets slower meanwhile does so for all alike. Once through all
 layers is what a forward does, so no weight is in a cache because it was used just before.
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints one table; milliseconds for one product with each of the model's weights."""
     parser = argparse.ArgumentParser(prog="python -m bench.weight_layouts")
     parser.add_argument("--model", type=Path, default=ModelPair().target)
+    parser.add_argument("--only", default="", help="layers whose names end so, as lm_head")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args(arguments)
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
         model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-        weights = [module.weight.detach() for module in model.modules() if type(module) is torch.nn.Linear]
+        linear = [(name, each) for name, each in model.named_modules() if type(each) is torch.nn.Linear]
+        weights = [module.weight.detach() for name, module in linear if name.endswith(options.only)]
         layouts = _layouts(torch, weights)
         table = results_table(
             f"{options.model.name}: {len(weights)} linear layers, float32, {options.threads} threads, ms",
