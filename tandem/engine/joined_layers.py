@@ -1,9 +1,9 @@
 """The forward of a model of Llama's kind in few operations, for a CPU.
 
 A step of a small model is short, and on a CPU a third of it passed between the products: transformers writes a layer in some sixty
-operations, most of them on a few hundred numbers. Here it has half as many: one product for queries, keys and values, one for
-gate and up, the residual added by the product before it, a norm in four. Same values up to float32 rounding (docs/decisions.md has
-the times).
+operations, most of them on a few hundred numbers. Here it has a third of them: one product for queries, keys and values, one for
+gate and up, the residual added by the product before it, a norm in four, and parts of a tensor that are named once for all layers.
+Same values up to float32 rounding (docs/decisions.md has the times).
 
 The weights stay the model's own. Its linear layers see their parts of the joined ones, so the model itself can still be run.
 """
@@ -62,8 +62,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the layers of a step have in common: how tokens are turned, and where the large products are written, with the parts
-    that are read of them. A part takes as long to name as a small operation, so it is named once for all layers."""
+    """What the layers of a step have in common: how heads are turned, and where the large products are written, with the parts
+    that are read of them. Naming a part takes as long as a small operation does."""
 
     cosines: torch.Tensor
     """[tokens, 1, 2, dim / 2], as are the sines."""

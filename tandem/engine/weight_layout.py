@@ -2,7 +2,7 @@
 
 On a CPU a verification multiplies each weight matrix with gamma + 1 rows. As modules store them, outputs first, four rows and more
 cost the general matrix product much more than one does; inputs first they cost less, and one row costs no more. Other layouts are
-faster for many rows and slower for one (docs/decisions.md). Same values up to float32 rounding.
+faster for many rows and slower for one: a target's head is worth it (docs/decisions.md). Same values up to float32 rounding.
 """
 
 from __future__ import annotations

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.config import DraftConfig
+from tandem import config
 from tandem.engine import joined_layers
 from tandem.engine.faults import ModelError
 from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.loading import ModelOptions, load
 from tandem.engine.weight_layout import PackedProduct
+from tandem.engine.worker_settings import WorkerSettings
+from target_service.config import TargetConfig
 from tests.engine.models import over_slots, plain_logits, random_ids, random_model
 from tests.engine.test_causal_lm import TOLERANCE, greedy, relative
 from tests.support.services import MODELS
@@ -109,10 +113,11 @@ def test_a_packed_product_is_the_product(rows: int) -> None:
     assert relative(PackedProduct(weight)(hidden), hidden @ weight.t()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("verifies", "packed"), [(True, True), (False, False)])
-def test_the_head_is_packed_for_who_verifies(verifies: bool, packed: bool) -> None:
+@pytest.mark.parametrize(("service", "packed"), [(TargetConfig, True), (DraftConfig, False)])
+def test_the_head_of_a_target_is_packed(service: type[WorkerSettings], packed: bool) -> None:
     """One row is what a draft wants, and what a packed head is slower for."""
-    lm = load(ModelOptions(str(TINY), slots=2, threads=1, verifies=verifies)).lm
+    asked = ["--model", str(TINY), "--slots", "2", "--threads", "1", "--device", "cpu"]
+    lm = load(config.load(service, asked, {}).model_options()).lm
     assert isinstance(lm._joined._head, PackedProduct) is packed  # type: ignore[attr-defined]
 
 
@@ -156,8 +161,7 @@ def test_reserved_tokens_that_are_all_alike_hide_no_fault(monkeypatch: pytest.Mo
     with torch.no_grad():
         model.model.embed_tokens.weight[:32] = model.model.embed_tokens.weight[0]
     over_slots(model)
-    rotated = joined_layers._rotated
-    monkeypatch.setattr(joined_layers, "_rotated", lambda heads, cosines, sines: rotated(heads, cosines, -sines))
+    monkeypatch.setattr(joined_layers, "_turn", _turned_the_other_way)
     with pytest.raises(ModelError, match="gives other logits over the slot cache"):
         over_slots(model)
 
