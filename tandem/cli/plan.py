@@ -24,6 +24,10 @@ from tandem.cli.settings import (
 from tandem.transport_security import ClientFiles
 
 _DRAFT_START = "TANDEM_DRAFT_START_SECONDS"
+_DRAFT_METHOD = "TANDEM_DRAFT_METHOD"
+_DEFAULT_METHOD = "model+ngram"
+"""A service of its own drafts with its model alone by default. n-grams cost nothing, and where an answer repeats its prompt they bring far
+more than a small model (README, How fast)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,16 +109,13 @@ def _worker(settings: StackSettings, name: str) -> ServiceSpec:
     model = settings.models[name]
     _require_model(settings, name)
     threads = f"TANDEM_{name.upper()}_THREADS"
-    return _python_service(
-        settings,
-        name,
-        f"{name}_service",
-        {
-            model_variable(name): model,
-            threads: settings.environment.get(threads) or str(default_threads(name, settings.environment)),
-        },
-        detail=Path(model).name,
-    )
+    environment = {
+        model_variable(name): model,
+        threads: settings.environment.get(threads) or str(default_threads(name, settings.environment)),
+    }
+    if name == "draft":
+        environment[_DRAFT_METHOD] = settings.environment.get(_DRAFT_METHOD) or _DEFAULT_METHOD
+    return _python_service(settings, name, f"{name}_service", environment, detail=Path(model).name)
 
 
 def _orchestrator(settings: StackSettings) -> ServiceSpec:

@@ -264,6 +264,15 @@ def test_a_variable_that_nothing_reads_is_said(variables):
     assert line.endswith("TANDEM_NUM_SPECULATIVE_TOKENS is one")
 
 
+def test_a_draft_has_ngrams_beside_its_model_unless_another_way_is_named(variables):
+    def method(**asked: str) -> str:
+        plan = plan_stack(load_settings({**variables, **asked}))
+        return next(each for each in plan.services if each.name == "draft").environment["TANDEM_DRAFT_METHOD"]
+
+    assert method() == "model+ngram"
+    assert method(TANDEM_DRAFT_METHOD="model") == "model"
+
+
 def test_what_reaches_the_services_is_on_record_but_for_what_may_be_secret(variables):
     asked = {"TANDEM_DRAFT_METHOD": "ngram", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://j:4317"}
     unrecorded = {"OTEL_EXPORTER_OTLP_HEADERS": "key=secret", "TANDEM_TOKEN": "secret", "TANDEM_READY_TIMEOUT": "9"}
