@@ -26,6 +26,8 @@ from .speed_estimate import SpeedEstimate
 _FADE = 0.96
 """Weight left of an observation of a position after one more of that position."""
 _POOL_FADE = 0.98
+_UNSEEN_FADE = 0.96
+"""Weight left of an observation of a position after a round that didn't ask for so many tokens."""
 _SHY_FADE = 0.85
 """The same while the request drafts only now and then: there each trial has to count."""
 _PRIOR_WEIGHT = 5.0
@@ -40,18 +42,22 @@ _REQUEST_WEIGHT = 8.0
 """Observations of a position that one request adds to the prior at most: else those that draft much, since their tokens are
 accepted, would make it, and those that soon stopped have no say."""
 _CLEAR_GAIN = 1.03
-_FIRST_BLOCK = 3
-"""The block of a round before costs are known."""
+_FIRST_BLOCK = 1
+"""The block of a round before costs are known, or before it grows: with the least at stake it tells what a token costs, and
+whether the first one stands."""
 _LONGEST_TRIAL = 4
 _STEP = 3
 """How far the block may grow in one round."""
-_FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 48
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 2, 48
 """Rounds between the trials of a request that drafts nothing."""
 _PLAIN_INTERVAL = 64
 """Rounds of all requests together after which one goes without a block, to know what that costs today."""
 _TRIAL_BUDGET = 0.0125
 """Share of its time, what is still to come included, that a request spends on trials, as far as they cost more than they
 bring. A long request can afford one at its beginning, when it gains most by what it learns."""
+_TRIAL_PRICE = 0.05
+"""What a trial may cost beyond what it brings, over the time since the one before: where trials are dear, what they may cost
+in all is spread over the request."""
 _PROMISING = 0.3
 """Accepted tokens beyond what was foreseen that make a trial worth another one soon."""
 _LEAST_WORTH = 1e-6
@@ -154,8 +160,8 @@ class Acceptance:
         # Over all positions together.
         self._seen = self._reached = 0.0
 
-    def add(self, acceptance: Sequence[float], *, shy: bool) -> None:
-        """One more round."""
+    def add(self, acceptance: Sequence[float], asked: int, *, shy: bool) -> None:
+        """One more round, in which a block of `asked` tokens was asked for."""
         fade, pool_fade = (_SHY_FADE, _SHY_FADE) if shy else (_FADE, _POOL_FADE)
         for position, value in enumerate(acceptance):
             if 0.0 < value < 1.0:
@@ -166,6 +172,12 @@ class Acceptance:
             self._counts[position] += 1.0
             self._seen = pool_fade * self._seen + value
             self._reached = pool_fade * self._reached + 1.0
+        # What was seen of longer blocks grows old: else few tokens that fell by chance would keep blocks short for good.
+        for position in range(asked, len(self._weights)):
+            if not self._weights[position]:
+                break
+            self._sums[position] *= _UNSEEN_FADE
+            self._weights[position] *= _UNSEEN_FADE
 
     def by_position(self, count: int) -> list[float]:
         """What to expect of the first `count` positions: each is drawn towards the request's mean, as far as it was seen rarely,
@@ -272,8 +284,9 @@ class AdaptiveGamma:
         self._speed.observe(acceptance, times.block)
         if not acceptance:
             return
-        self._acceptance.add(acceptance, shy=self._gamma == 0)
-        self._persistence.add(acceptance, times.block, times.block if times.asked is None else times.asked)
+        asked = times.block if times.asked is None else times.asked
+        self._acceptance.add(acceptance, asked, shy=self._gamma == 0)
+        self._persistence.add(acceptance, times.block, asked)
         if self._trial_expected is not None:
             # Better than foreseen: look again soon, it may have changed for good.
             promising = sum(acceptance) > self._trial_expected + _PROMISING
@@ -301,7 +314,8 @@ class AdaptiveGamma:
         candidates = range(1, min(len(rates) - 1, _LONGEST_TRIAL) + 1)
         trial = max(candidates, key=rates.__getitem__)
         lost = seconds[trial] * (1.0 - rates[trial] / rates[0])
-        if self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) * seconds[0]:
+        too_soon = lost > _TRIAL_PRICE * self._since_trial * seconds[0]
+        if too_soon or self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) * seconds[0]:
             return Choice(0, "best", 1.0)
         self._since_trial = 0
         self._trials_lost += max(0.0, lost)

@@ -9,7 +9,9 @@ would see its longer block paid for by the others.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, isfinite, log
 
 from tandem.v1 import draft_pb2, target_pb2
 
@@ -22,6 +24,16 @@ _FIRST = 3
 """Observations of which the plain mean is taken, before old ones begin to fade."""
 _MOST_TIMES = 3.0
 """An observation counts as at most so many times the mean, or so small a part of it: one stall is not a trend."""
+_FOLLOW = 0.2
+"""Part of a forward's deviation that the level takes up, at least."""
+_LEARN = 0.05
+"""And a size's share of the level, where all of the level comes from other sizes."""
+_MOST_APART = 0.5
+"""A deviation counts as at most so much, as a logarithm: it may be a stall."""
+_FOLLOW_AGAIN = 0.7
+"""Part that the level takes up, of all of it, where the forward before was as far off: the machine has changed."""
+_LEAST_SECONDS = 1e-9
+"""No forward takes less, whatever a clock says."""
 _EXACT_CELLS = 16
 """Forwards up to so many tokens are told apart one by one; larger ones by quarters of an octave."""
 _SLOPE_OF_ONE = 0.05
@@ -90,49 +102,99 @@ class FadingMean:
 
 
 class ForwardCurve:
-    """Seconds of a forward by its tokens: straight lines through what was timed."""
+    """Seconds of a forward by its tokens: straight lines through what was timed, never falling.
+
+    A machine's speed changes by more than sizes differ, for all sizes alike. So a level follows each forward, and a size is
+    known by its share of the level: what was timed while the machine was slow says nothing false of now. A share is learnt
+    as far as the level comes from other sizes; a stretch of one size is about the level alone.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[float] = []
-        self._cells: list[FadingMean] = []
+        self._shares: list[float] = []
+        self._compared: list[float] = []
+        """Forwards of each size that were compared with others; of a stretch of one size few count."""
+        self._level = 0.0
+        self._forwards = 0
+        self._last = 0.0
+        self._from_others = 1.0
+        """How much of the level comes from other sizes than the last one."""
+        self._far = 0.0
+        """By how much the last forward was further off than one counts."""
+        self._rising: list[float] | None = None
+        """The shares as they are read; None until that is asked for."""
 
     @property
     def known(self) -> bool:
         """Whether any forward was timed."""
         return bool(self._sizes)
 
-    def timed(self, tokens: float) -> bool:
-        """Whether forwards of this size were timed."""
-        return _cell(tokens) in self._sizes
+    @property
+    def level(self) -> float:
+        """How slow the machine is. Only ratios of levels mean something; 0 before any forward is known."""
+        return self._level
+
+    def scale(self, factor: float) -> None:
+        """The machine is so many times slower than at the last forward, as others show."""
+        self._level *= factor
 
     def add(self, tokens: float, seconds: float) -> None:
         """One more forward, or the mean of a few of about the same size."""
+        if not isfinite(seconds):
+            return
+        seconds = max(seconds, _LEAST_SECONDS)
         size = _cell(tokens)
-        place = bisect_left(self._sizes, size)
-        if place == len(self._sizes) or self._sizes[place] != size:
-            self._sizes.insert(place, size)
-            self._cells.insert(place, FadingMean())
-        self._cells[place].add(seconds)
+        place = self._place(size, seconds)
+        self._forwards += 1
+        deviation = log(seconds / (self._level * self._shares[place]))
+        apart = min(max(deviation, -_MOST_APART), _MOST_APART)
+        far = deviation - apart
+        again, self._far = far * self._far > 0.0, far
+        follow = _FOLLOW_AGAIN if again else max(1.0 / self._forwards, _FOLLOW)
+        self._from_others = self._from_others * (1.0 - follow) if size == self._last else 1.0
+        self._last = size
+        if len(self._sizes) > 1:
+            # What is far off is the machine's doing more likely than the size's.
+            says = self._from_others * ((apart / deviation) ** 2 if far else 1.0)
+            self._compared[place] += says
+            self._shares[place] *= exp(says * max(1.0 / (self._compared[place] + 1.0), _LEARN) * apart)
+            self._rising = None
+        self._level *= exp(follow * (deviation if again else apart))
 
     def seconds(self, tokens: float) -> float:
         """Between two sizes on the line through them, beyond all of them on from the outermost; 0 before any is known."""
-        sizes, cells = self._sizes, self._cells
-        if not sizes:
-            return 0.0
+        return self._level * self._share(tokens) if self._sizes else 0.0
+
+    def _place(self, size: float, seconds: float) -> int:
+        """Where the size is kept. A new one begins as what the others let expect."""
+        place = bisect_left(self._sizes, size)
+        if place == len(self._sizes) or self._sizes[place] != size:
+            if not self._sizes:
+                self._level = seconds
+            share = self._share(size) if self._sizes else 1.0
+            self._sizes.insert(place, size)
+            self._shares.insert(place, share)
+            self._compared.insert(place, 0.0)
+            self._rising = None
+        return place
+
+    def _share(self, tokens: float) -> float:
+        if self._rising is None:
+            self._rising = _rising(self._shares, [min(count + 1.0, 1.0 / _LEARN) for count in self._compared])
+        sizes, shares = self._sizes, self._rising
         last = len(sizes) - 1
         if last == 0:
-            slope = _SLOPE_OF_ONE * cells[0].value
-            return max(cells[0].value + slope * (tokens - sizes[0]), _LEAST_SHARE * cells[0].value)
+            slope = _SLOPE_OF_ONE * shares[0]
+            return max(shares[0] + slope * (tokens - sizes[0]), _LEAST_SHARE * shares[0])
+        # The line through the outermost: two neighbours differ by little more than their noise.
+        slope = (shares[last] - shares[0]) / (sizes[last] - sizes[0])
         if tokens >= sizes[last]:
-            # The line to the smallest size: two neighbours differ by little more than their noise.
-            slope = max(0.0, cells[last].value - cells[0].value) / (sizes[last] - sizes[0])
-            return cells[last].value + slope * (tokens - sizes[last])
+            return shares[last] + slope * (tokens - sizes[last])
         if tokens <= sizes[0]:
-            slope = max(0.0, cells[last].value - cells[0].value) / (sizes[last] - sizes[0])
-            return max(cells[0].value + slope * (tokens - sizes[0]), _LEAST_SHARE * cells[0].value)
+            return max(shares[0] + slope * (tokens - sizes[0]), _LEAST_SHARE * shares[0])
         above = bisect_left(sizes, tokens)
-        share = (tokens - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-        return cells[above - 1].value + share * (cells[above].value - cells[above - 1].value)
+        between = (tokens - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+        return shares[above - 1] + between * (shares[above] - shares[above - 1])
 
 
 class RoundCosts:
@@ -170,9 +232,13 @@ class RoundCosts:
         if times.block and times.propose_seconds is not None:
             self._observe_draft(times.block, times.propose_seconds, times.draft)
         if times.verify_seconds is not None:
+            before = self._target.level
             self._observe_target(times.block + 1, times.verify_seconds, times.target)
             if not times.block:
                 self.plain_round = self.rounds
+                if before > 0.0:
+                    # Nothing is heard of the draft: how the two compare is taken to last, so that the choice doesn't follow the machine.
+                    self._draft.scale(self._target.level / before)
 
     def round_seconds(self, longest: int) -> list[float]:
         """The expected seconds of a round with a block of 0, 1, ... `longest` tokens, if all requests take the same."""
@@ -220,3 +286,15 @@ def _cell(tokens: float) -> float:
     while size * 1.19 < tokens:
         size *= 1.19
     return size
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest to the values that never falls: neighbours in the wrong order take their common mean."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        total, heavy, count = value * weight, weight, 1
+        while pools and pools[-1][0] * heavy > total * pools[-1][1]:
+            before = pools.pop()
+            total, heavy, count = total + before[0], heavy + before[1], count + before[2]
+        pools.append((total, heavy, count))
+    return [total / heavy for total, heavy, count in pools for _ in range(count)]

@@ -166,6 +166,31 @@ def test_room_and_limit_are_kept() -> None:
     assert adaptive(0).choose(5).gamma == 0
 
 
+def test_a_few_tokens_that_fell_do_not_keep_blocks_short_for_good() -> None:
+    """Longer blocks were tried twice, and lost at one position each time; since then nothing was asked of it."""
+    machine, controller = Machine(0.05, 0.05, noise=0.0), adaptive()
+    for _ in range(8):
+        gamma = min(controller.choose(1000).gamma, 2)
+        controller.observe([1.0] * gamma, machine.times(gamma))
+    for _ in range(2):
+        controller.observe([1.0, 1.0, 0.0], machine.times(4))
+    assert controller._acceptance.by_position(3)[2] < 0.8
+    for _ in range(60):
+        controller.observe([1.0, 1.0], machine.times(2))
+    assert controller._acceptance.by_position(3)[2] > 0.9
+
+
+def test_the_first_rounds_of_all_stake_little() -> None:
+    """Before anything is known of costs, one token is asked for, and then none."""
+    controller = adaptive()
+    chosen = []
+    for _ in range(2):
+        choice = controller.choose(1000)
+        chosen.append((choice.gamma, choice.reason))
+        controller.observe([1.0] * choice.gamma, Machine(0.1, 0.05).times(choice.gamma))
+    assert chosen == [(1, "unknown_cost"), (0, "trial")]
+
+
 def test_a_trial_is_of_what_the_draft_will_be_asked_for() -> None:
     """A block that was cut would disappoint whatever it brought, and the next trial come ever later."""
     machine, controller = Machine(0.6, 0.3), adaptive()
@@ -291,11 +316,66 @@ def test_a_forward_curve_is_read_between_and_beyond_what_was_timed() -> None:
     for _ in range(5):
         curve.add(1, 0.5)
         curve.add(5, 1.0)
-    assert curve.seconds(3) == pytest.approx(0.75)
-    assert curve.seconds(9) == pytest.approx(1.5)
+    assert curve.seconds(3) == pytest.approx(0.75, rel=0.01)
+    assert curve.seconds(9) == pytest.approx(1.5, rel=0.05)
     assert curve.seconds(0.5) < 0.5
     curve.add(5, 1000.0)
-    assert curve.seconds(5) < 1.5, "one stall is no trend"
+    assert curve.seconds(5) < 1.2, "one stall is no trend"
+    assert curve.seconds(5) / curve.seconds(1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_what_was_timed_while_the_machine_was_slow_says_how_sizes_compare() -> None:
+    """It is three times slower for a while, during which only one size is timed, and quick again when another one is."""
+    curve, chance = ForwardCurve(), random.Random(3)
+
+    def time_one(tokens: int, slower: float) -> None:
+        curve.add(tokens, slower * (1.0 + 0.1 * tokens) * (1 + 0.1 * chance.uniform(-1, 1)))
+
+    for _ in range(10):
+        for tokens in (1, 2, 4):
+            time_one(tokens, 1.0)
+    for _ in range(200):
+        time_one(4, 3.0)
+    assert curve.seconds(4) == pytest.approx(3.0 * 1.4, rel=0.1)
+    assert curve.seconds(4) / curve.seconds(1) == pytest.approx(1.4 / 1.1, rel=0.1)
+    for _ in range(40):
+        time_one(1, 1.0)
+    assert curve.seconds(4) == pytest.approx(1.4, rel=0.15)
+
+
+def test_a_time_that_cannot_be_does_no_harm() -> None:
+    curve = ForwardCurve()
+    for seconds in (float("nan"), float("inf")):
+        curve.add(1, seconds)
+    assert not curve.known
+    for seconds in (0.0, 1.0, -1.0, float("nan"), 1.0, float("inf"), 1.0, 1.0, 1.0):
+        curve.add(1, seconds)
+    assert curve.seconds(1) == pytest.approx(1.0, rel=0.5)
+
+
+def test_a_forward_of_more_tokens_is_never_taken_to_cost_less() -> None:
+    curve, chance = ForwardCurve(), random.Random(5)
+    for _ in range(30):
+        for tokens in (1, 2, 3, 4, 6):
+            curve.add(tokens, 1.0 + 0.5 * chance.random())
+            seconds = [curve.seconds(each) for each in range(1, 9)]
+            assert seconds == sorted(seconds)
+
+
+def test_while_nothing_is_heard_of_the_draft_it_is_taken_to_get_slower_as_the_target_does() -> None:
+    machine, costs = Machine(0.3, 0.05, noise=0.0), RoundCosts()
+    for gamma in (2, 0, 1, 3) * 20:
+        costs.observe(machine.times(gamma))
+    before = costs.round_seconds(4)
+    for _ in range(60):
+        times = machine.times(0)
+        assert times.target is not None
+        times.verify_seconds = 3.0 * times.target.seconds + OVERHEAD / 2
+        times.target.seconds *= 3.0
+        costs.observe(times)
+    after = costs.round_seconds(4)
+    for small, large in itertools.pairwise(range(5)):
+        assert (after[large] - after[small]) / (before[large] - before[small]) == pytest.approx(3.0, rel=0.15)
 
 
 def test_a_position_that_was_not_proposed_was_not_rejected() -> None:
@@ -315,7 +395,7 @@ def test_a_position_that_was_not_proposed_was_not_rejected() -> None:
     whole = [machine.round_seconds(gamma) for gamma in range(4)]
     mixed = [whole[0], whole[1], (whole[1] + whole[2]) / 2, whole[1] / 2 + whole[2] / 4 + whole[3] / 4]
     assert seconds == pytest.approx(mixed, rel=0.05)
-    assert controller.choose(1000).gamma == LONGEST, "what may end early costs nothing to ask for"
+    assert controller.choose(1000).gamma >= LONGEST - 1, "what may end early costs nothing to ask for"
 
 
 @pytest.mark.parametrize(("draft_step", "least", "most"), [(0.02, 0.05, 0.4), (0.4, 0.6, 1.0)])

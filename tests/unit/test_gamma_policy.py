@@ -21,13 +21,17 @@ from orchestrator.round_costs import RoundCosts, RoundTimes, WorkerTime
 from orchestrator.speed_estimate import SpeedEstimate
 
 LONGEST = 8
-SEEDS = range(8)
+SEEDS = range(16)
 ALPHAS = (0.05, 0.4, 0.6, 0.8, 0.92)
 OF_ALL_KINDS = (0.1, 0.3, 0.55, 0.8) * 3
 """Acceptance of the requests before."""
 SHORT = {False: 128, True: 256}
 """Tokens of a request, by whether it is greedy: that one sees whether a token stood, and not how likely it was to."""
 PLAIN = 0.010
+SLOWER, STRETCH = (1.0, 1.0, 1.5, 3.3), 200
+"""What others leave of a shared machine: all its times are so much longer, another one after so many rounds."""
+STALLS, STALL_FACTOR = 0.02, 3.0
+"""Share of its forwards that are held up beside that, and how much longer these take."""
 OF_BEST, OF_PLAIN = 0.95, 0.97
 """The goals: share of the rate of the best fixed gamma, and of plain decoding."""
 
@@ -110,20 +114,43 @@ class Text:
 class Orchestrator:
     """What requests share."""
 
-    def __init__(self, pair: Pair, seed: int, *, greedy: bool) -> None:
+    def __init__(self, pair: Pair, seed: int, *, greedy: bool, shared: bool = False) -> None:
+        """`shared`: others work on the machine too."""
         self._pair, self._greedy = pair, greedy
         self._costs, self._prior, self._chance = RoundCosts(), AcceptancePrior(), random.Random(seed)
+        self._slower = 1.0 if shared else None
 
     def decode(self, text: Text) -> float:
         policy = AdaptiveGamma(self._costs, self._prior, LONGEST, SpeedEstimate(self._costs))
         seconds = text.decode(
             self._pair,
             lambda room: policy.choose(room).gamma,
-            lambda seen, gamma: policy.observe(seen, self._pair.times(gamma, self._chance)),
+            lambda seen, gamma: policy.observe(seen, self._times(gamma)),
             greedy=self._greedy,
         )
         policy.finish()
         return seconds
+
+    def _times(self, gamma: int) -> RoundTimes:
+        times = self._pair.times(gamma, self._chance)
+        if self._slower is None:
+            return times
+        if self._chance.random() < 1.0 / STRETCH:
+            self._slower = self._chance.choice(SLOWER)
+        draft, target = self._longer(times.draft), self._longer(times.target)
+        if times.draft is not None:
+            times.draft.seconds += draft
+            times.propose_seconds = (times.propose_seconds or 0.0) + draft
+        if times.target is not None:
+            times.target.seconds += target
+            times.verify_seconds = (times.verify_seconds or 0.0) + target
+        return times
+
+    def _longer(self, worker: WorkerTime | None) -> float:
+        """By how many seconds, for the others' sake."""
+        if worker is None or self._slower is None:
+            return 0.0
+        return worker.seconds * (self._slower * (STALL_FACTOR if self._chance.random() < STALLS else 1.0) - 1.0)
 
 
 @cache
@@ -137,8 +164,8 @@ def seconds_of_fixed(pair: Pair, alpha: float, length: int) -> list[float]:
 
 
 @cache
-def experienced(pair: Pair, seed: int, greedy: bool) -> Orchestrator:
-    orchestrator = Orchestrator(pair, seed, greedy=greedy)
+def experienced(pair: Pair, seed: int, greedy: bool, shared: bool = False) -> Orchestrator:
+    orchestrator = Orchestrator(pair, seed, greedy=greedy, shared=shared)
     for number, alpha in enumerate(OF_ALL_KINDS):
         orchestrator.decode(Text(alpha, 60, 1000 * seed + number + 500))
     return orchestrator
@@ -165,6 +192,14 @@ def test_after_requests_of_all_kinds(pair: str, greedy: bool) -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_from_nothing_known(pair: str, greedy: bool) -> None:
     check(PAIRS[pair], 2 * SHORT[greedy], lambda seed: Orchestrator(PAIRS[pair], seed, greedy=greedy))
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("pair", ["demo", "large draft"])
+def test_on_a_machine_whose_speed_changes(pair: str, greedy: bool) -> None:
+    """What was timed while it was slow is not compared with what was timed while it was quick. What a choice is worth is worked out
+    with the times of an idle machine: it doesn't depend on who else was there."""
+    check(PAIRS[pair], SHORT[greedy], lambda seed: copy.deepcopy(experienced(PAIRS[pair], seed, greedy, True)))
 
 
 @pytest.mark.parametrize("step", [0.05, 0.2])
