@@ -116,24 +116,27 @@ def _cut(text: str) -> str:
     return text.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
-def tell(context: Context, failure: RequestFailed) -> None:
-    """Ends the call with the failure's status and details, once its handler returns. Not by `context.abort`: gRPC keeps what that raises,
-    and with it the handler's frames and the request, in a circle that only the garbage collector finds, when it comes."""
+async def tell(context: Context, failure: RequestFailed) -> None:
+    """Ends the call with the failure's status and details: what follows it in the handler, the caller doesn't get. gRPC keeps what its
+    `abort` raises, and with that the handler's frames and the request, in a circle that only the garbage collector would find."""
     details = []
     for message in failure.details():
         packed = any_pb2.Any()
         packed.Pack(message)
         details.append(packed)
     status = status_pb2.Status(code=failure.code.value[0], message=str(failure), details=details)
-    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
-    context.set_details(str(failure))
-    context.set_code(failure.code)
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    try:
+        await context.abort(failure.code, str(failure), trailing_metadata=trailers)
+    except grpc.aio.AbortError as ended:
+        let_go(ended)  # gRPC raises it again by itself
 
 
 def let_go(failure: BaseException) -> None:
     """Makes a failure that has come to its end forget the frames that it has come through, and what it came from. A frame that keeps it in
     a variable, or a group of failures that it is one of, would be kept by it in turn: with the request, which may have megabytes, and
-    until the garbage collector comes, which may be after hundreds of them."""
+    until the garbage collector comes, which may be after hundreds of them. Only for a failure that nobody else was given: before Python 3.13
+    a coroutine that it has come through, and that waits for something again, would be ended."""
     left: list[BaseException | None] = [failure]
     known: dict[int, BaseException] = {}
     while left:

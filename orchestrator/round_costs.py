@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 
 from tandem.v1 import draft_pb2, target_pb2
 
@@ -56,8 +56,8 @@ class WorkerTime:
 
     @classmethod
     def of(cls, answer: draft_pb2.Proposal | target_pb2.Verdict) -> WorkerTime | None:
-        """What the answer says; None if it doesn't."""
-        if not answer.HasField("time"):
+        """What the answer says; None if it doesn't, or says what can't be."""
+        if not answer.HasField("time") or not 0.0 <= answer.time.seconds < inf:
             return None
         time = answer.time
         return cls(time.seconds, time.forwards, time.tokens, time.items)
@@ -129,22 +129,19 @@ class ForwardCurve:
         """Whether any forward was timed."""
         return bool(self._sizes)
 
-    @property
-    def level(self) -> float:
-        """How slow the machine is. Only ratios of levels mean something; 0 before any forward is known."""
-        return self._level
-
     def scale(self, factor: float) -> None:
         """The machine is so many times slower than at the last forward, as others show."""
         self._level *= factor
 
-    def add(self, tokens: float, seconds: float) -> None:
-        """One more forward, or the mean of a few of about the same size."""
+    def add(self, tokens: float, seconds: float) -> float:
+        """One more forward, or the mean of a few of about the same size. Returns how many times slower the machine is taken to be
+        now."""
         if not isfinite(seconds):
-            return
+            return 1.0
         seconds = max(seconds, _LEAST_SECONDS)
         size = _cell(tokens)
         place = self._place(size, seconds)
+        before = self._level
         self._forwards += 1
         deviation = log(seconds / (self._level * self._shares[place]))
         apart = min(max(deviation, -_MOST_APART), _MOST_APART)
@@ -153,13 +150,15 @@ class ForwardCurve:
         follow = _FOLLOW_AGAIN if again else max(1.0 / self._forwards, _FOLLOW)
         self._from_others = self._from_others * (1.0 - follow) if size == self._last else 1.0
         self._last = size
+        # A stall says little of the size, and as little of the machine: counted for one alone, stalls would add up in it without end.
+        says = (apart / deviation) ** 2 if far else 1.0
+        self._level *= exp(follow * (deviation if again else says * apart))
         if len(self._sizes) > 1:
-            # What is far off is the machine's doing more likely than the size's.
-            says = self._from_others * ((apart / deviation) ** 2 if far else 1.0)
+            says *= self._from_others
             self._compared[place] += says
             self._shares[place] *= exp(says * max(1.0 / (self._compared[place] + 1.0), _LEARN) * apart)
-            self._rising = None
-        self._level *= exp(follow * (deviation if again else apart))
+            self._centre()
+        return self._level / before
 
     def seconds(self, tokens: float) -> float:
         """Between two sizes on the line through them, beyond all of them on from the outermost; 0 before any is known."""
@@ -175,8 +174,15 @@ class ForwardCurve:
             self._sizes.insert(place, size)
             self._shares.insert(place, share)
             self._compared.insert(place, 0.0)
-            self._rising = None
+            self._centre()
         return place
+
+    def _centre(self) -> None:
+        """The shares say how sizes compare; what they have in common is the level's."""
+        common = exp(sum(map(log, self._shares)) / len(self._shares))
+        self._shares = [share / common for share in self._shares]
+        self._level *= common
+        self._rising = None
 
     def _share(self, tokens: float) -> float:
         if self._rising is None:
@@ -207,6 +213,8 @@ class RoundCosts:
         """The last of them that had no block."""
         self._draft = ForwardCurve()
         self._target = ForwardCurve()
+        self._target_forward: WorkerTime | None = None
+        """The last one that was heard of."""
         self._draft_batch = FadingMean(1.0)
         self._target_batch = FadingMean(1.0)
         # How the waits compare with the work: queues, and for the draft what it did ahead of time.
@@ -232,13 +240,12 @@ class RoundCosts:
         if times.block and times.propose_seconds is not None:
             self._observe_draft(times.block, times.propose_seconds, times.draft)
         if times.verify_seconds is not None:
-            before = self._target.level
-            self._observe_target(times.block + 1, times.verify_seconds, times.target)
+            moved = self._observe_target(times.block + 1, times.verify_seconds, times.target)
             if not times.block:
                 self.plain_round = self.rounds
-                if before > 0.0:
-                    # Nothing is heard of the draft: how the two compare is taken to last, so that the choice doesn't follow the machine.
-                    self._draft.scale(self._target.level / before)
+            if not times.block or (times.draft is not None and not times.draft.forwards):
+                # Nothing is heard of the draft's model: how the two compare is taken to last, so that the choice doesn't follow the machine.
+                self._draft.scale(moved)
 
     def round_seconds(self, longest: int) -> list[float]:
         """The expected seconds of a round with a block of 0, 1, ... `longest` tokens, if all requests take the same."""
@@ -266,17 +273,21 @@ class RoundCosts:
         if work > 0.0:
             self._draft_wait.add(min(mine / work, _MOST_TIMES))
 
-    def _observe_target(self, rows: int, waited: float, target: WorkerTime | None) -> None:
+    def _observe_target(self, rows: int, waited: float, target: WorkerTime | None) -> float:
+        """Returns how many times slower the target is taken to be now."""
         if target is None:
             target = WorkerTime(waited, 1, rows, 1)
         if target.forwards != 1:
-            return
+            return 1.0
         self._target_batch.add(target.items)
-        self._target.add(target.tokens, target.seconds)
         if target.items < _TOGETHER:
             self._target_overhead.add(max(0.0, waited - target.seconds))
         elif target.seconds > 0.0:
             self._target_wait.add(max(1.0, (waited - self._target_overhead.value) / target.seconds))
+        if target.items > 1 and target == self._target_forward:
+            return 1.0  # all of the forward's items tell of it
+        self._target_forward = target
+        return self._target.add(target.tokens, target.seconds)
 
 
 def _cell(tokens: float) -> float:

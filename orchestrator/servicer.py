@@ -42,7 +42,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             await self._generations.run(request, GrpcCall(context))
         except RequestFailed as failure:
             let_go(failure)
-            tell(context, failure)
+            await tell(context, failure)
 
     async def UpdateSampling(
         self, request: api.UpdateSamplingRequest | Unreadable, context: Context
@@ -54,8 +54,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             return await self._updates.run(request, GrpcCall(context))
         except RequestFailed as failure:
             let_go(failure)
-            tell(context, failure)
-            return api.UpdateSamplingResponse()  # which gRPC doesn't send beside such a status
+            await tell(context, failure)
+            return api.UpdateSamplingResponse()  # to nobody
 
 
 def add_to_server(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:

@@ -457,7 +457,8 @@ def _check_against_model(model: Any, lm: CausalLM) -> None:
     This is what tells a model whose positions or masks the engine can't steer from one it can.
     """
     length = min(7, lm.cache.max_length)
-    token_ids = _spread_ids(length, lm.padded_vocabulary_size)
+    known = int(model.get_input_embeddings().weight.shape[0])  # a head may have more
+    token_ids = _spread_ids(length, min(known, lm.padded_vocabulary_size))
     expected = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None].to(model.device)).logits[0].float()
     first = max(1, length // 2)
     try:

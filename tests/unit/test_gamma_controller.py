@@ -343,6 +343,28 @@ def test_what_was_timed_while_the_machine_was_slow_says_how_sizes_compare() -> N
     assert curve.seconds(4) == pytest.approx(1.4, rel=0.15)
 
 
+@pytest.mark.parametrize(("share", "stall"), [(0.02, 3.0), (0.05, 20.0)])
+def test_stalls_add_up_to_nothing(share: float, stall: float) -> None:
+    """Neither in the level, which they would carry off without end, nor in a size that is seldom timed."""
+    curve, chance = ForwardCurve(), random.Random(7)
+    for number in range(20_000):
+        tokens = 1 if number % 64 == 0 else chance.choice((4, 5, 6))
+        slow = stall if chance.random() < share else 1.0
+        curve.add(tokens, (0.04 + 0.01 * tokens) * chance.uniform(0.95, 1.05) * slow)
+    assert curve.seconds(1) / curve.seconds(5) == pytest.approx(0.05 / 0.09, rel=0.12)
+    assert 0.07 < curve.seconds(5) < 0.09 * stall
+
+
+def test_all_of_a_forwards_items_tell_of_one_forward() -> None:
+    """Sixteen that say the same of one stall are no sign that the machine has changed."""
+    costs = RoundCosts()
+    for seconds in [*(0.1 + 0.0001 * number for number in range(40)), 0.3]:
+        time = WorkerTime(seconds, 1, 32, 16)
+        for _ in range(16):
+            costs.observe(RoundTimes(1, None, seconds, None, time))
+    assert costs.round_seconds(1)[1] < 0.15
+
+
 def test_a_time_that_cannot_be_does_no_harm() -> None:
     curve = ForwardCurve()
     for seconds in (float("nan"), float("inf")):
