@@ -129,10 +129,22 @@ def _request_id(request: api.GenerateRequest) -> str:
 
 def check_numbers(request: api.GenerateRequest, limits: Limits) -> None:
     """What the server limits; raises InvalidArgument."""
-    if request.HasField("max_tokens") and not 1 <= request.max_tokens <= limits.max_tokens:
-        raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_tokens}")
+    if request.HasField("max_tokens"):
+        _check_max_tokens(request.max_tokens, limits)
     if request.HasField("num_speculative_tokens") and request.num_speculative_tokens > limits.max_speculative_tokens:
         raise InvalidArgument("num_speculative_tokens", f"must be 0 to {limits.max_speculative_tokens}")
+
+
+def _check_max_tokens(max_tokens: int, limits: Limits) -> None:
+    """As far as it can be told before the prompt is encoded, which has one token at least."""
+    if 1 <= max_tokens <= min(limits.max_tokens, limits.context_length - 1):
+        return
+    if limits.max_tokens < limits.context_length:
+        raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_tokens}")
+    raise InvalidArgument(
+        "max_tokens",
+        f"must be 1 to {limits.context_length - 1}, less with a longer prompt: both share a context of {limits.context_length}",
+    )
 
 
 def _check_stops(request: api.GenerateRequest, limits: Limits) -> None:
@@ -189,7 +201,8 @@ def _max_tokens(request: api.GenerateRequest, prompt_tokens: int, limits: Limits
         return min(room, limits.max_tokens)
     if request.max_tokens > room:
         raise InvalidArgument(
-            "max_tokens", f"with a prompt of {prompt_tokens} tokens exceeds the context of {limits.context_length}"
+            "max_tokens",
+            f"must be 1 to {room} with a prompt of {prompt_tokens} tokens: both share a context of {limits.context_length}",
         )
     return request.max_tokens
 

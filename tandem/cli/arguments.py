@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 AUTO = "auto"
 DISTRIBUTION = "tandem-decoding"
@@ -19,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_up(commands.add_parser("up", help="start the services and leave them running", allow_abbrev=False))
     _add_home(commands.add_parser("down", help="stop the services that `up` started", allow_abbrev=False))
     _add_status(commands.add_parser("status", help="show what runs", allow_abbrev=False))
@@ -29,6 +31,26 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands.add_parser("chat", help="talk with the model in the terminal", allow_abbrev=False))
     commands.add_parser("bench", help="measure; `bench --help` lists the measurements", add_help=False)
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Of one command. What it doesn't know it refuses itself, with its own usage, where argparse leaves that to the program's parser."""
+
+    # typeshed has overloads, for namespaces of other classes.
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return known, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        option = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
+        if option is None:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        close = difflib.get_close_matches(option, self._option_string_actions, 1)
+        self.error(f"there is no option {option}" + (f"; {close[0]} is one" if close else ""))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -93,14 +115,15 @@ def _add_colour(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole(text: str, bits: int = 32) -> int:
-    """A number that fits its field of the contract."""
-    most = (1 << bits) - 1
+    """A number that fits its field of the contract. What of it makes sense is for the server to say: its limits are not known here."""
     try:
         number = int(text)
     except ValueError:
         number = -1
-    if not 0 <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {most}")
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    if number >= 1 << bits:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than fits into {bits} bits")
     return number
 
 
@@ -140,7 +163,12 @@ def _add_sampling(parser: argparse.ArgumentParser, temperature: float | None, ma
     group.add_argument("--top-k", type=_whole, metavar="K", help="0 keeps all")
     group.add_argument("--top-p", type=_real, metavar="P", help="1 keeps all")
     group.add_argument("--min-p", type=_real, metavar="P", help="0 keeps all")
-    group.add_argument("--seed", type=_seed, metavar="N", help="default: random, and reported")
+    group.add_argument(
+        "--seed",
+        type=_seed,
+        metavar="N",
+        help="default: random, and reported; the same repeats an output at a fixed --gamma, or with --method coupled",
+    )
     group.add_argument(
         "--gamma",
         type=_gamma,
@@ -238,7 +266,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kinds",
         action="store_true",
-        help="tell tokens apart by kind: in colour, or by letters, A, R, B, and = if it is replayed",
+        help="tell tokens apart by kind: in colour, or by letters, A, R, B, and = if it is replayed; a line's end is then "
+        "written \\n, the end of the answer <end>, a token that completes no text <>",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--stats", action="store_true", help="print a table of rounds and acceptance to standard error")

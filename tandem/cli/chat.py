@@ -126,14 +126,16 @@ class _Chat:
             painter.show(chunk)
 
         messages = self._conversation.asking(line)
+        cut_off = ""
         try:
             try:
                 with self._interruptions.released():
-                    collect(
+                    completion = collect(
                         lambda: self._client.generate(messages, self._options, timeout=self._timeout),
                         show,
                         self._interruptions,
                     )
+                    cut_off = completion.cut_off(self._options)
             except KeyboardInterrupt:
                 if not self._terminal:
                     raise
@@ -146,4 +148,6 @@ class _Chat:
             print(f"{chr(10) if said else ''}tandem: {describe(error, self._client.address)}", file=sys.stderr)
             return
         self._conversation.answered(line, "".join(said))
-        print()
+        print(flush=True)
+        if cut_off:
+            print(f"tandem: {cut_off}", file=sys.stderr)

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.cli.interruptions import Interruptions
-from tandem.client import Chunk, GeneratedToken, Generation, GenerationFinish, GenerationStart, TokenKind
+from tandem.client import (
+    Chunk,
+    FinishReason,
+    GeneratedToken,
+    Generation,
+    GenerationFinish,
+    GenerationOptions,
+    GenerationStart,
+    TokenKind,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +54,14 @@ class Completion:
         stats = self.finish.speculation
         pairs = zip(stats.draft_tokens_per_position, stats.accepted_tokens_per_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for drafted, accepted in pairs]
+
+    def cut_off(self, options: GenerationOptions) -> str:
+        """What a person should know of an answer that was asked for with `options` and isn't whole; empty if it is."""
+        if self.finish.reason is not FinishReason.LENGTH:
+            return ""
+        cause = " by --max-tokens" if options.max_tokens is not None else ", the most that it may have"
+        said = f"cut off after {self.finish.completion_tokens} tokens{cause} (finish reason: length)"
+        return said if options.structured_output is None else f"{said}: only the beginning of the form asked for"
 
     def to_json(self) -> dict[str, Any]:
         """One object for programs; seconds are this client's."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tandem.cli.errors import CliError
+from tandem.cli.request import FLAGS
 from tandem.client import DeadlineError, TandemError, UnavailableError
 
 
@@ -19,11 +20,13 @@ def calls_explained(address: str) -> Iterator[None]:
 
 
 def describe(error: TandemError, address: str) -> str:
-    """Status, message, the fields at fault, and what to do where that is known."""
+    """Status, message, the fields at fault and their flags where these are called otherwise, and what to do where that is known."""
     text = f"{error.code.name}: {error.message}"
     violations = "; ".join(f"{violation.field}: {violation.description}" for violation in error.violations)
     if violations and violations not in text:
         text += f" ({violations})"
+    if flags := sorted({FLAGS[violation.field] for violation in error.violations if violation.field in FLAGS}):
+        text += f" ({', '.join(flags)})"
     if error.retry_after_seconds is not None:
         text += f" (try again in {error.retry_after_seconds:g} s)"
     # The transport's own words when nobody listens; a service that answers UNAVAILABLE says why itself.

@@ -41,8 +41,11 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], interrupt
             print(f"tokens: {painter.legend()}", file=sys.stderr)
         with painter.line_ended():
             completion = collect(begin, painter.show, interruptions)
-    if sys.stdout.isatty() and not completion.text.endswith("\n"):
-        print()
+    cut_off = completion.cut_off(options_of(arguments))
+    if cut_off or arguments.stats or sys.stdout.isatty():
+        painter.end_line()
+    if cut_off:
+        print(f"tandem: {cut_off}", file=sys.stderr)
     if arguments.stats:
         _print_statistics(completion)
     return 0

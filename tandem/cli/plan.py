@@ -28,6 +28,8 @@ _DRAFT_METHOD = "TANDEM_DRAFT_METHOD"
 _DEFAULT_METHOD = "model+ngram"
 """A service of its own drafts with its model alone by default. n-grams cost nothing, and where an answer repeats its prompt they bring far
 more than a small model (README, How fast)."""
+_GAMMA = "TANDEM_NUM_SPECULATIVE_TOKENS"
+_ADAPTIVE = "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def _orchestrator(settings: StackSettings) -> ServiceSpec:
             # As long as it is waited for, so that a draft that doesn't fit is found here and not by its missing speed.
             _DRAFT_START: settings.environment.get(_DRAFT_START) or f"{settings.ready_timeout_seconds:g}",
             **_tokenizer(settings),
+            **_gamma(settings),
         },
     )
 
@@ -142,6 +145,18 @@ def _tokenizer(settings: StackSettings) -> dict[str, str]:
         "TANDEM_TOKENIZER": settings.models["target"],
         "TANDEM_TOKENIZER_GGUF_FILE": settings.environment.get("TANDEM_TARGET_GGUF_FILE", ""),
     }
+
+
+def _gamma(settings: StackSettings) -> dict[str, str]:
+    """Of requests that name none. A service's own default is for a target far larger than its draft; the demo's pair on one machine loses with
+    it, and which gamma pays there depends on the prompt and the machine (README, How fast)."""
+    demo_pair = all(
+        name not in settings.external and settings.models[name] == str(settings.root / folder)
+        for name, folder in DEFAULT_MODELS.items()
+    )
+    if not demo_pair or settings.environment.get(_GAMMA) or settings.environment.get(_ADAPTIVE):
+        return {}
+    return {_ADAPTIVE: "true"}
 
 
 def _python_service(

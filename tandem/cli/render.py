@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-from tandem.client import Chunk, GeneratedToken, TokenKind
+from tandem.client import Chunk, FinishReason, GeneratedToken, TokenKind
 
 _COLOURS = {TokenKind.ACCEPTED: "32", TokenKind.RECOVERED: "33", TokenKind.BONUS: "36", TokenKind.REPLAYED: "2"}
 _LETTERS = {TokenKind.ACCEPTED: "A", TokenKind.RECOVERED: "R", TokenKind.BONUS: "B", TokenKind.REPLAYED: "="}
@@ -18,6 +18,9 @@ _MEANINGS = {
     TokenKind.RECOVERED: "recovered after a rejection",
     TokenKind.BONUS: "bonus, from the target alone",
 }
+# A letter of a token that shows nothing would stand there by itself.
+_END = "<end>"
+_NO_TEXT = "<>"
 
 
 def use_colour(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -48,8 +51,9 @@ class TokenPainter:
         """Writes what is new."""
         self._text += chunk.text
         if self._colour or self._letters:
-            for token in chunk.tokens:
-                self._write(self.paint(token), token.text)
+            for place, token in enumerate(chunk.tokens, 1):
+                ends = place == len(chunk.tokens) and _is_stopped(chunk)
+                self._write(self._paint(token, ends), token.text)
                 self._shown += len(token.text)
             if chunk.finish is not None:
                 # Text that was held back until the end belongs to no token of this chunk.
@@ -64,10 +68,15 @@ class TokenPainter:
         try:
             yield
         except BaseException:
-            if self._in_line and _shares_its_place(self._stream):
-                with contextlib.suppress(OSError):
-                    print(file=self._stream, flush=True)
+            with contextlib.suppress(OSError):
+                self.end_line()
             raise
+
+    def end_line(self) -> None:
+        """Wherever something follows on the same screen, be it the shell's prompt."""
+        if self._in_line and (self._stream.isatty() or _shares_its_place(self._stream)):
+            print(file=self._stream, flush=True)
+            self._in_line = False
 
     def _write(self, shown: str, text: str | None = None) -> None:
         if shown:
@@ -75,13 +84,15 @@ class TokenPainter:
             self._in_line = not (shown if text is None else text).endswith("\n")
         self._stream.write(shown)
 
-    def paint(self, token: GeneratedToken) -> str:
-        """One token with its mark."""
+    def _paint(self, token: GeneratedToken, ends: bool) -> str:
+        """One token with its mark; `ends`: the answer, by itself."""
         text = _visible(token.text)
         if self._letters:
             body = text.rstrip("\n")
+            line_ends = text[len(body) :]
+            body = body or line_ends.replace("\n", "\\n") or (_END if ends else _NO_TEXT)
             # Before a line's end, so that the letter stays on the line of its token.
-            text = f"{body}[{_LETTERS[token.kind]}]{text[len(body) :]}"
+            text = f"{body}[{_LETTERS[token.kind]}]{line_ends}"
         if self._colour and text:
             text = f"\x1b[{_COLOURS[token.kind]}m{text}\x1b[0m"
         return text
@@ -93,6 +104,10 @@ class TokenPainter:
             mark = f"[{_LETTERS[kind]}] {meaning}" if self._letters else meaning
             parts.append(f"\x1b[{_COLOURS[kind]}m{mark}\x1b[0m" if self._colour else mark)
         return " · ".join(parts) if self._stream.encoding.lower().startswith("utf") else " | ".join(parts)
+
+
+def _is_stopped(chunk: Chunk) -> bool:
+    return chunk.finish is not None and chunk.finish.reason is FinishReason.STOP
 
 
 def _shares_its_place(stream: TextIO) -> bool:

@@ -9,6 +9,23 @@ from tandem.cli.arguments import AUTO
 from tandem.cli.errors import USAGE, CliError
 from tandem.client import GenerationOptions, LogprobsMode, Message, Method, Prompt, StructuredOutput
 
+FLAGS = {
+    "num_speculative_tokens": "--gamma",
+    "adaptive_speculative_tokens": "--gamma",
+    "acceptance_method": "--method",
+    "stop_token_ids": "--stop-token-id",
+    "banned_token_ids": "--ban-token-id",
+    "allowed_token_ids": "--allow-token-id",
+    "bad_words": "--bad-word",
+    "top_logprobs": "--logprobs",
+    "skip_special_tokens": "--keep-special-tokens",
+    "token_offset": "--offset",
+    "structured_output.json_schema": "--json-schema",
+    "structured_output.regex": "--regex",
+    "structured_output.grammar": "--grammar",
+}
+"""Of the contract's fields whose flags have other names."""
+
 
 def options_of(arguments: argparse.Namespace) -> GenerationOptions:
     """The generation options among the arguments; what wasn't given is left to the server."""

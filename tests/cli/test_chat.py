@@ -16,6 +16,7 @@ import pytest
 from google.rpc import code_pb2
 
 from tandem.cli.main import main
+from tandem.v1 import orchestrator_pb2 as pb
 
 # A terminal sends SIGINT to its foreground group, so the program must lead the session that the terminal controls.
 LEADER = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -185,14 +186,15 @@ def test_kinds_and_the_end_of_the_input(orchestrator, tmp_path):
     terminal.until("[A] accepted from the draft")
     terminal.until("> ")
     terminal.type("Why?\n")
-    terminal.until("The[A] sky[A] is[B][A]\nblue[R].")
+    terminal.until("The[A] sky[A] is[B]\\n[A]\nblue[R].")
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     terminal.close()
 
 
-def test_lines_from_a_pipe_are_answered_too(orchestrator, tmp_path):
+def test_lines_from_a_pipe_are_answered_too_and_those_cut_off_are_said_to_be(orchestrator, tmp_path):
+    orchestrator.responses[-1].finish.reason = pb.FINISH_REASON_LENGTH
     environment = {"TANDEM_ORCHESTRATOR_ADDRESS": orchestrator.address, "TANDEM_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "tandem.cli", "chat"],
@@ -204,7 +206,7 @@ def test_lines_from_a_pipe_are_answered_too(orchestrator, tmp_path):
         check=True,
     )
     assert done.stdout == f"{ANSWER}\n{ANSWER}\n"
-    assert not re.search(r"Traceback|>", done.stderr)
+    assert done.stderr == 2 * "tandem: cut off after 5 tokens, the most that it may have (finish reason: length)\n"
     assert said(orchestrator.requests[-1]) == [("user", "One"), ("assistant", ANSWER), ("user", "Two")]
 
 

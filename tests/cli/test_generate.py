@@ -10,9 +10,12 @@ import sys
 import time
 
 import pytest
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 
+from tandem.cli.arguments import build_parser
 from tandem.cli.main import main
+from tandem.cli.request import FLAGS
+from tandem.v1 import orchestrator_pb2 as pb
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def test_json_is_one_object(run):
 def test_kinds_and_statistics(run):
     code, out, err = run("Why?", "--kinds", "--stats")
     assert code == 0
-    assert out == "The[A] sky[A] is[B][A]\nblue[R]."
+    assert out == "The[A] sky[A] is[B]\\n[A]\nblue[R]."
     assert "[A] accepted from the draft" in err
     assert "tokens per round" in err
     assert "mean acceptance length" in err
@@ -158,6 +161,43 @@ def test_a_refused_field_is_one_clear_line(run, orchestrator):
     code, out, err = run("Why?")
     assert (code, out) == (1, "")
     assert err == "tandem: INVALID_ARGUMENT: the request is not valid (top_p: must be in (0, 1])\n"
+
+
+def test_a_refused_field_is_said_with_its_flag_where_that_is_called_otherwise(run, orchestrator):
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field="num_speculative_tokens", description="must be 0 to 16"
+    )
+    details = error_details_pb2.BadRequest(field_violations=[violation])
+    orchestrator.fail(code_pb2.INVALID_ARGUMENT, "num_speculative_tokens: must be 0 to 16", details)
+    said = "tandem: INVALID_ARGUMENT: num_speculative_tokens: must be 0 to 16 (--gamma)\n"
+    assert run("--gamma=99", "Why?") == (1, "", said)
+
+
+@pytest.mark.parametrize("field", sorted(FLAGS))
+def test_such_fields_and_flags_are_there(field):
+    name, _, form = field.partition(".")
+    found = pb.GenerateRequest.DESCRIPTOR.fields_by_name[name]
+    assert not form or form in found.message_type.fields_by_name
+    subparsers = next(each for each in build_parser()._actions if each.dest == "command")
+    assert FLAGS[field] in subparsers.choices["generate"]._option_string_actions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-tokens=5"], "cut off after 5 tokens by --max-tokens (finish reason: length)"),
+        ([], "cut off after 5 tokens, the most that it may have (finish reason: length)"),
+        (["--max-tokens=5", "--json-object"], "(finish reason: length): only the beginning of the form asked for"),
+    ],
+)
+def test_an_answer_that_is_cut_off_is_said_to_be(run, orchestrator, arguments, said):
+    orchestrator.responses[-1].finish.reason = pb.FINISH_REASON_LENGTH
+    code, out, err = run("Why?", *arguments)
+    assert (code, out) == (0, "The sky is\nblue.")
+    assert err.startswith("tandem: cut off after 5 tokens")
+    assert err.endswith(f"{said}\n")
+    # The object has it already.
+    assert run("Why?", "--json", *arguments)[2] == ""
 
 
 def test_the_services_own_reason_is_kept(run, orchestrator):
@@ -196,10 +236,11 @@ def test_what_cannot_be_sent_is_a_usage_error(run, arguments, orchestrator):
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--max-token", "5", "--max-token"),
-        ("--seed", "-1", "argument --seed: '-1' is no whole number from 0 to 18446744073709551615"),
-        ("--top-k", "99999999999", "argument --top-k: '99999999999' is no whole number"),
-        ("--gamma", "x", "argument --gamma: 'x' is no whole number from 0 to 4294967295, nor auto"),
+        ("--max-token", "5", "there is no option --max-token; --max-tokens is one"),
+        ("--seed", "-1", "argument --seed: '-1' is no whole number from 0 up"),
+        ("--top-k", "99999999999", "argument --top-k: '99999999999' is more than fits into 32 bits"),
+        ("--seed", str(2**64), "is more than fits into 64 bits"),
+        ("--gamma", "x", "argument --gamma: 'x' is no whole number from 0 up, nor auto"),
         ("--gamma", "-1", "argument --gamma: '-1' is no whole number"),
         ("--logit-bias", "foo", "argument --logit-bias: 'foo' is not ID=BIAS"),
         ("--temperature", "hot", "argument --temperature: 'hot' is no number"),
@@ -209,7 +250,9 @@ def test_what_is_no_value_of_a_flag_is_said_with_its_name(flag, value, said, cap
     with pytest.raises(SystemExit) as caught:
         main(["generate", f"{flag}={value}", "x"], {})
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("usage: tandem generate ")
+    assert said in err
 
 
 @pytest.mark.parametrize(
@@ -288,6 +331,12 @@ def test_an_error_is_not_glued_to_the_text_before_it(orchestrator, tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"\ntandem: interrupted\n")
+
+
+def test_nor_is_what_is_said_of_its_end(orchestrator, tmp_path):
+    orchestrator.responses[-1].finish.reason = pb.FINISH_REASON_LENGTH
+    out, _ = _process(orchestrator, tmp_path, "Why?", errors=subprocess.STDOUT).communicate(timeout=60)
+    assert out.startswith(b"The sky is\nblue.\ntandem: cut off after 5 tokens")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(orchestrator, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli import plan as plan_of_stack
 from tandem.cli.address import Address, parse_address
 from tandem.cli.arguments import build_parser
 from tandem.cli.choices import choices, differing, mask_password
@@ -271,6 +272,24 @@ def test_a_draft_has_ngrams_beside_its_model_unless_another_way_is_named(variabl
 
     assert method() == "model+ngram"
     assert method(TANDEM_DRAFT_METHOD="model") == "model"
+
+
+def test_only_the_demos_pair_on_one_machine_chooses_its_gamma_by_default(monkeypatch):
+    # A checkout may be without the target.
+    monkeypatch.setattr(plan_of_stack, "_require_model", lambda settings, name: None)
+
+    def adaptive(**asked: str) -> str | None:
+        services = plan_stack(load_settings(asked)).services
+        return next(each for each in services if each.name == "orchestrator").environment.get(
+            "TANDEM_ADAPTIVE_SPECULATIVE_TOKENS"
+        )
+
+    assert adaptive() == "true"
+    # What is named otherwise is left to the environment, which the services have too.
+    assert adaptive(TANDEM_NUM_SPECULATIVE_TOKENS="4") is None
+    assert adaptive(TANDEM_ADAPTIVE_SPECULATIVE_TOKENS="false") is None
+    assert adaptive(TANDEM_TARGET_MODEL="org/name") is None
+    assert adaptive(TANDEM_DRAFT_ADDRESSES="a:1") is None
 
 
 def test_what_reaches_the_services_is_on_record_but_for_what_may_be_secret(variables):

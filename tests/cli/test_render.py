@@ -1,11 +1,12 @@
 """Tokens with and without colour."""
 
+import dataclasses
 import io
 
 import pytest
 
 from tandem.cli.render import TokenPainter, use_colour
-from tandem.client import Chunk, GeneratedToken, TokenKind
+from tandem.client import Chunk, FinishReason, GeneratedToken, GenerationFinish, Speculation, TokenKind
 
 
 class Screen(io.StringIO):
@@ -57,7 +58,16 @@ def test_each_kind_has_its_letter():
 
 
 def test_a_letter_stays_on_the_line_of_its_token():
-    assert shown(chunk(token("a\n\n"), token("\n"), token("")), letters=True) == "a[A]\n\n[A]\n[A]"
+    assert shown(chunk(token("a\n\n"), token("b")), letters=True) == "a[A]\n\nb[A]"
+
+
+def test_no_letter_stands_by_itself():
+    finish = GenerationFinish(FinishReason.STOP, 1, 4, Speculation(1, 0, 0, (), (), 0.0, 1.0, 0, (), 0, 0, 0.0, 0.0))
+    tokens = token("\n\n"), token(""), token("\N{GRINNING FACE}"), token("")
+    assert shown(chunk(*tokens, finish=finish), letters=True) == "\\n\\n[A]\n\n<>[A]\N{GRINNING FACE}[A]<end>[A]"
+    cut_off = dataclasses.replace(finish, reason=FinishReason.LENGTH)
+    assert shown(chunk(*tokens, finish=cut_off), letters=True).endswith("<>[A]")
+    assert shown(chunk(*tokens, finish=finish)) == "\n\n\N{GRINNING FACE}"
 
 
 @pytest.mark.parametrize("colour", [True, False])

@@ -73,6 +73,29 @@ def test_a_generation_config_out_of_range_is_refused_at_start(config: dict[str, 
         GenerationDefaults(**config)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("most", "asked", "said"),
+    [
+        (32, 33, "must be 1 to 32"),
+        (63, 64, "must be 1 to 63"),
+        (64, 64, "must be 1 to 63, less with a longer prompt: both share a context of 64"),
+        (4096, 9999, "must be 1 to 63, less with a longer prompt: both share a context of 64"),
+        (4096, 0, "must be 1 to 63, less with a longer prompt: both share a context of 64"),
+        (4096, 62, "must be 1 to 61 with a prompt of 3 tokens: both share a context of 64"),
+        (61, 61, ""),
+    ],
+)
+async def test_what_is_refused_says_limits_that_hold(vocabulary: Vocabulary, most: int, asked: int, said: str) -> None:
+    request = api.GenerateRequest(token_ids=api.TokenIds(ids=[5, 6, 7]), max_tokens=asked)
+    limits = replace(LIMITS, max_tokens=most)
+    if not said:
+        assert (await plan_generation(request, vocabulary, limits)).max_tokens == asked
+        return
+    with pytest.raises(InvalidArgument) as refusal:
+        await plan_generation(request, vocabulary, limits)
+    assert str(refusal.value) == f"max_tokens: {said}"
+
+
 async def test_every_field_reaches_the_workers(vocabulary: Vocabulary) -> None:
     fields: dict[str, Any] = {
         "repetition_penalty": 1.25,
