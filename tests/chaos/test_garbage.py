@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 import re
@@ -29,6 +30,7 @@ from orchestrator.replica_pool import ReplicaPool
 from orchestrator.worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 from tandem.acceptance import MAX_SUPPORT_SIZE, DraftContractError, are_supports, check_drafted
 from tandem.v1 import draft_pb2, orchestrator_pb2_grpc, target_pb2, worker_pb2
+from tandem.v1 import orchestrator_pb2 as api
 from tandem.v1.sampling_pb2 import ACCEPTANCE_METHOD_COUPLED as COUPLED
 from tandem.wire import decode_ids, decode_probs, encode_ids, encode_probs
 from tests.engine.harness import propose_item, sampled, verify_item
@@ -439,6 +441,63 @@ def test_a_draft_that_lies(
     if name == "a longer cache":
         # What the draft claims is believed as far as it can be true, and its CACHE_MISS mends the rest.
         assert generation.speculation.rebuilds <= generation.speculation.rounds
+
+
+def _certain_of(token_id: int) -> Lie:
+    def change(token: draft_pb2.DraftedToken) -> None:
+        token.token_id = token_id
+        token.support_ids, token.support_probs = encode_ids([token_id]), encode_probs([1.0])
+
+    return _each_token(change)
+
+
+def _half_elsewhere(token: draft_pb2.DraftedToken) -> None:
+    """Half of q on what the form forbids, whatever it was."""
+    if token.token_id != LINE_END:
+        token.support_ids, token.support_probs = encode_ids([token.token_id, LINE_END]), encode_probs([0.5, 0.5])
+
+
+END, LINE_END = 0, 202
+SCHEMA = """{"type": "object", "properties": {"kind": {"enum": ["def", "class"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+"required": ["kind", "size"], "additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}"""
+FORMED: dict[str, Any] = {"max_tokens": 40, "structured_output": {"json_schema": SCHEMA}}
+OF_A_FORM: dict[str, tuple[Lie, str, set[int] | None]] = {
+    "the truth": (honest, "", None),
+    "what the form forbids": (_certain_of(LINE_END), "", set()),
+    "the end all the time": (_certain_of(END), "", {END}),
+    "half of q on what the form forbids": (_each_token(_half_elsewhere), "", None),
+    "q sums to two": (_scaled_q(2.0), "draft_invalid", set()),
+    "a token outside of its support": (_each_token(_foreign_token), "draft_invalid", set()),
+}
+"""Lies about what has a form: what the orchestrator blames the draft for, and which of its tokens can stand; None: true ones do."""
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "acceptance_method": COUPLED}]
+)
+@pytest.mark.parametrize("name", OF_A_FORM)
+def test_a_draft_that_lies_about_what_has_a_form(
+    channel: grpc.Channel, lied_to: grpc.Channel, draft: LyingWorker, name: str, fields: dict[str, Any]
+) -> None:
+    draft.lie, blame, standing = OF_A_FORM[name]
+    plain = generate(channel, PROMPT, **FORMED, **fields, num_speculative_tokens=0)
+    assert json.loads(plain.text)["kind"] in ("def", "class")
+    deadline = time.monotonic() + 60
+    heard = False
+    while not heard:  # on a slow machine the draft may be late for all of one request
+        assert time.monotonic() < deadline
+        told = generate(lied_to, PROMPT, **FORMED, **fields, num_speculative_tokens=3)
+        assert told.seen == plain.seen
+        stats = told.speculation
+        accepted = [token for token, kind in zip(told.ids, told.kinds, strict=True) if kind == api.TOKEN_KIND_ACCEPTED]
+        assert len(accepted) == stats.accepted_tokens
+        if blame:
+            assert stats.draft_tokens == 0
+            heard = blame in stats.degraded_reasons and stats.degraded_rounds > 0
+        else:
+            assert set(stats.degraded_reasons) <= {"draft_timeout", "draft_shortened"}
+            heard = bool(accepted) if standing is None else stats.draft_tokens > 0
+        assert standing is None or set(accepted) <= standing
 
 
 class _LateWithLongBlocks:
