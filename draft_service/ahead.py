@@ -15,10 +15,8 @@ to its own tokens.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.ahead_gain import AheadGain
+from draft_service.outcome_odds import Foreseen, Guess, OutcomeOdds, candidates
 from tandem.acceptance import Drafted
 from tandem.engine.feed import Feed
 from tandem.engine.idle import AheadStats
 from tandem.engine.session import Session, TokenBuffer
 from tandem.logit_adjustments import adjust
-from tandem.randomness import gumbel_noise_at
 from tandem.token_masks import mask
 from tandem.wire import IdArray
 
@@ -43,41 +41,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALTERNATIVES = 3
-"""Tokens besides the drafted one that are guessed at for each position."""
-_CANDIDATES = 16
-"""Tokens that are looked at for them: under COUPLED the noise may choose any of these."""
 _SILENT_SECONDS = 2.0
 """A request from which nothing came for so long leaves its guesses to others that want the room: its caller may have
 stalled, and most verifications are over sooner."""
-_LEAST_CHANCE = 0.02
+_LEAST_CHANCE = 0.01
 """A guess less likely than this isn't worth its row."""
-_LEAST_ACCEPTANCE = 0.5
-"""Taken for a token that the draft itself finds less likely: a greedy target agrees more often than that, and a sampled
-token is accepted by p/q, which doesn't fall with q."""
 _ORDINARY_TOKENS = 4
 """Most tokens that are read before the block in a round like any other."""
 _FAILURES = 3
 """After so many failed forwards there is no more drafting ahead."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """j tokens of the block, then `token_id`."""
-
-    accepted: int
-    token_id: int
-    chance: float
-
-
-@dataclass(slots=True)
-class _Position:
-    """One position of a block that was answered: what was drawn there, and what else was likely."""
-
-    acceptance: float
-    """The draft's own idea of it."""
-    alternatives: list[tuple[int, float]]
-    """Tokens, and their chance of being the recovered one."""
 
 
 class _Row:
@@ -138,6 +110,9 @@ class DraftAhead:
         self._stop: EarlyStop | None = None
         self._rows: list[_Row] = []
         self._answered: dict[Session, ProposeJob] = {}
+        self._odds = OutcomeOdds()
+        self._foreseen: dict[Session, Foreseen] = {}
+        """What was thought of each request's last block, until its next item tells what became of it."""
 
     def attach(self, work: SlotWork, first_slot: int) -> None:
         """The engine's: what runs feeds and copies columns, and the first of the slots that are not for sessions."""
@@ -155,9 +130,9 @@ class DraftAhead:
 
     # What the drafter tells.
 
-    def outlooks(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> torch.Tensor:
-        """What is kept of logits [R, padded vocabulary] for guessing once the block is answered: the likeliest tokens and
-        their log-probabilities at the row's temperature, float64 [R, 2, candidates], on the device. `rows`: parameters, and
+    def outlooks(self, logits: torch.Tensor, rows: Sequence[tuple[SamplingParams, IdArray]]) -> list[torch.Tensor]:
+        """What is kept of logits [R, padded vocabulary] for guessing once the block is answered: for each row the likeliest
+        tokens and their log-probabilities at its temperature, float64 [2, candidates], on the device. `rows`: parameters, and
         all tokens before the one that was drawn."""
         params, befores = [each for each, _ in rows], [before for _, before in rows]
         adjustments, positions = [each.adjustments for each in params], [before.size for before in befores]
@@ -165,14 +140,19 @@ class DraftAhead:
         scores, _ = mask(scores, [each.form for each in params], positions, befores)
         temperatures = torch.tensor([[each.temperature or 1.0] for each in params], dtype=torch.float32)
         scores = scores / temperatures.to(scores.device, non_blocking=True)
-        best = scores.topk(min(_CANDIDATES, scores.shape[-1]))
-        return torch.stack([best.indices.double(), (best.values - scores.logsumexp(-1, keepdim=True)).double()], dim=1)
+        wanted = [candidates(each) for each in params]
+        best = scores.topk(min(max(wanted), scores.shape[-1]))
+        packed = torch.stack(
+            [best.indices.double(), (best.values - scores.logsumexp(-1, keepdim=True)).double()], dim=1
+        )
+        return [row[:, :count] for row, count in zip(packed, wanted, strict=True)]
 
     def claim(self, job: ProposeJob) -> list[Drafted]:
         """What was drafted ahead after exactly the tokens of the item's prefix, its keys and values in the session's slot;
         empty where there was no such guess. Ends all guesses of the session."""
         session = job.session
         self._answered.pop(session, None)
+        self._learn(session)
         rows = [row for row in self._rows if row.active and row.owner is session]
         if not rows:
             return []
@@ -193,9 +173,16 @@ class DraftAhead:
     def pass_over(self, session: Session) -> None:
         """The session's item is answered from elsewhere: its guesses are for a prefix that is gone."""
         self._answered.pop(session, None)
+        self._learn(session)
         for row in self._rows:
             if row.owner is session:
                 row.clear()
+
+    def _learn(self, session: Session) -> None:
+        """From the next item's prefix."""
+        foreseen = self._foreseen.pop(session, None)
+        if foreseen is not None:
+            self._odds.saw(foreseen, session.tokens.view(0, session.prefix_length))
 
     def _hand_over(self, row: _Row, session: Session, drafted: int) -> bool:
         """False where copying failed: the session's slot then holds what it held, as far as its length says."""
@@ -234,6 +221,7 @@ class DraftAhead:
         if self._gain is not None:
             self._gain.ended(session)
         self._answered.pop(session, None)
+        self._foreseen.pop(session, None)
         for row in self._rows:
             if row.owner is session:
                 row.clear()
@@ -259,6 +247,7 @@ class DraftAhead:
 
     def _give_up(self) -> None:
         self._answered.clear()
+        self._foreseen.clear()
         for row in self._rows:
             row.clear()
             row.owner, row.cached = None, 0
@@ -278,7 +267,7 @@ class DraftAhead:
             if session.cached_length == session.prefix_length + len(job.drafted) - 1  # else it was dropped since
         ]
         if jobs:
-            outlooks = iter(torch.stack([outlook for job in jobs for outlook in job.outlooks]).cpu().numpy())
+            outlooks = iter(_brought_over([outlook for job in jobs for outlook in job.outlooks]))
             for job in jobs:
                 self._plan(job, [next(outlooks) for _ in job.drafted])
         self._answered.clear()
@@ -286,24 +275,22 @@ class DraftAhead:
     def _plan(self, job: ProposeJob, outlooks: Sequence[NDArray[np.float64]]) -> None:
         """Starts the guesses for one block, from the outlooks [2, candidates] of its positions."""
         session = job.session
-        positions = [
-            _position(outlook, drafted.token_id, job.sampling, session.prefix_length + index)
-            for index, (outlook, drafted) in enumerate(zip(outlooks, job.drafted, strict=True))
-        ]
-        own = self._own_token(job, positions)
-        others = sorted(_guesses(positions[: job.proposed_block]), key=lambda guess: guess.chance, reverse=True)
+        foreseen = self._foreseen[session] = Foreseen.of(
+            session.prefix_length, [drafted.token_id for drafted in job.drafted], outlooks, job.sampling
+        )
+        others = self._odds.rejections(foreseen, job.proposed_block)
         # The draft's own way comes first: without it a block that stands, the best outcome, would find nothing ready.
-        guesses = [own, *(guess for guess in others if guess.chance >= _LEAST_CHANCE)]
+        guesses = [self._own_token(job, foreseen), *(guess for guess in others if guess.chance >= _LEAST_CHANCE)]
         for row, guess in zip(self._free_rows(session, len(guesses)), guesses, strict=False):
             self._start(row, guess, session, job)
 
-    def _own_token(self, job: ProposeJob, positions: list[_Position]) -> _Guess:
+    def _own_token(self, job: ProposeJob, foreseen: Foreseen) -> Guess:
         """The guess that the whole block stands, and that the draft's own next token follows: known where the block came
         with a look-ahead, else still to be drawn, which is written as -1."""
-        chance = math.prod(position.acceptance for position in positions[: job.proposed_block])
+        chance = self._odds.standing(foreseen, job.proposed_block)
         if len(job.drafted) > job.block:
-            return _Guess(job.block, job.drafted[job.block].token_id, chance * positions[job.block].acceptance)
-        return _Guess(job.proposed_block, -1, chance)
+            return Guess(job.block, job.drafted[job.block].token_id, chance)
+        return Guess(job.proposed_block, -1, chance)
 
     def _free_rows(self, session: Session, count: int) -> list[_Row]:
         """Rows without a guess, those first whose slots hold the session's tokens; if need be, from requests that are
@@ -328,7 +315,7 @@ class DraftAhead:
             free.append(victim)
         return sorted(free, key=lambda row: row.owner is not session)
 
-    def _start(self, row: _Row, guess: _Guess, session: Session, job: ProposeJob) -> None:
+    def _start(self, row: _Row, guess: Guess, session: Session, job: ProposeJob) -> None:
         length = session.prefix_length + guess.accepted
         assert self._work is not None
         wanted = min(job.wanted, self._work.max_length - length - 1)
@@ -402,36 +389,10 @@ def _came_true(row: _Row, job: ProposeJob) -> bool:
     )
 
 
-def _position(outlook: NDArray[np.float64], drawn: int, sampling: SamplingParams, position: int) -> _Position:
-    """What an outlook [2, candidates] says of a position where `drawn` was drawn."""
-    ids, weights = outlook[0].astype(np.int64), np.exp(outlook[1])
-    if sampling.coupled and sampling.temperature > 0.0:
-        # The target adds the same noise: its choice is among those that stand out with it.
-        noisy = np.log(weights + 1e-30) + gumbel_noise_at([sampling.seed], [position], ids[None])[0]
-        weights = np.exp(noisy - noisy.max())
-        weights /= weights.sum()
-    own = float(weights[ids == drawn].sum())
-    others = sorted(
-        ((int(token), float(weight)) for token, weight in zip(ids, weights, strict=True) if token != drawn),
-        key=lambda pair: pair[1],
-        reverse=True,
-    )[:_ALTERNATIVES]
-    rest = max(1.0 - own, 1e-6)
-    return _Position(
-        acceptance=max(own, _LEAST_ACCEPTANCE),
-        alternatives=[(token, weight / rest) for token, weight in others],
-    )
-
-
-def _guesses(positions: Sequence[_Position]) -> list[_Guess]:
-    """Rejections at each position, and the tokens that may be recovered there."""
-    guesses = []
-    reached = 1.0
-    for accepted, position in enumerate(positions):
-        rejected = reached * (1.0 - position.acceptance)
-        guesses += [_Guess(accepted, token, rejected * share) for token, share in position.alternatives]
-        reached *= position.acceptance
-    return guesses
+def _brought_over(outlooks: Sequence[torch.Tensor]) -> list[NDArray[np.float64]]:
+    """Outlooks [2, candidates] of any widths, in one transfer."""
+    ends = np.cumsum([outlook.shape[1] for outlook in outlooks])
+    return np.split(torch.cat(list(outlooks), dim=1).cpu().numpy(), ends[:-1], axis=1)
 
 
 def _common(one: IdArray, other: IdArray) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draft_service.ngram import LONGEST_RUN, SHORTEST_RUN
+from draft_service.share import Share
 from tandem.engine.draft_stats import DraftStats, SourceStats
 from tandem.wire import IdArray
 
@@ -32,34 +33,11 @@ MODEL, NGRAM = "model", "ngram"
 _MODEL_PRIOR = 0.6
 _NGRAM_PRIORS = {2: 0.3, 3: 0.45, 4: 0.6}
 """By the length of the run that was found again."""
-_PRIOR_WEIGHT = 4.0
-"""Tokens that a prior stands for."""
-_FADE = 0.95
-"""Weight left of what was seen, after one more token."""
 _STEP_COST = 0.07
 """A step of the model, in rounds without a draft: about 1/15, as for a large pair. A constant, since a choice that went by
 the clock would make a seed's tokens depend on it."""
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 8, 64
 """Blocks from n-grams between two trials of the model."""
-
-
-class Share:
-    """How often a source's next token stood, where those before it did; what was seen last counts most."""
-
-    def __init__(self, prior: float) -> None:
-        self._stood = prior * _PRIOR_WEIGHT
-        self._seen = _PRIOR_WEIGHT
-
-    def add(self, accepted: int, *, rejected: bool) -> None:
-        """The outcome of one block: tokens that stood, and whether one that did not came after them."""
-        for stood in [1.0] * accepted + [0.0] * rejected:
-            self._stood = _FADE * self._stood + stood
-            self._seen = _FADE * self._seen + 1.0
-
-    @property
-    def value(self) -> float:
-        """Between 0 and 1."""
-        return self._stood / self._seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draft_service.sources import MODEL, NGRAM, Share, Sources
+from draft_service.share import Share
+from draft_service.sources import MODEL, NGRAM, Sources
 from tandem.engine.draft_stats import DraftStats, SourceStats
 
 WANTED = 4
