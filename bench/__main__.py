@@ -20,6 +20,7 @@ from rich.console import Console
 
 from . import (
     acceptance,
+    ahead,
     capacity,
     gathering,
     network,
@@ -92,6 +93,7 @@ def _run(options: argparse.Namespace) -> Iterator[Found]:
         "overhead": _overhead,
         "rounds": _rounds,
         "pair": _pair,
+        "ahead": _ahead,
         "peers": _peers,
         "serving": _serving,
         "gathering": _gathering,
@@ -139,6 +141,14 @@ def _pair(options: argparse.Namespace) -> Found:
     with _models(options) as options.models:
         found = uvloop.run(pair.measure(options_from(options, pair.PairOptions)))
     return Found("pair", found, tables.pair_tables(found), tables.pair_goals(found))
+
+
+def _ahead(options: argparse.Namespace) -> Found:
+    options.cases = cases_from(options)
+    with _models(options) as options.models:
+        wanted = options_from(options, ahead.AheadOptions)
+        found = uvloop.run(ahead.measure(wanted))
+    return Found("ahead", found, [ahead.ahead_table(found, wanted)], ahead.ahead_goals(found))
 
 
 def _peers(options: argparse.Namespace) -> Found:

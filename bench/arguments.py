@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .ahead import AheadOptions
 from .gathering import GatheringOptions
 from .network import NetworkOptions
 from .pair import TEMPERATURES, PairOptions
@@ -25,6 +26,7 @@ COMMANDS = {
     "overhead": "a round beside the models: time, CPU, bytes",
     "rounds": "rounds a second through the real services with a model that is next to nothing",
     "pair": "speed-up of a pair of models, beside the cost model's prediction",
+    "ahead": "a draft that works ahead, beside the same one that waits and plain decoding",
     "peers": "the same pair through transformers' generate, alone and assisted, and through Tandem",
     "serving": "many requests at the same time, and prompts with a common beginning",
     "gathering": "requests out of phase, at a target whose steps wait for those about to come back and at another",
@@ -40,6 +42,7 @@ _QUICK: dict[type, dict[str, Any]] = {
         "max_tokens": 40,
         "cases": (("chat", 0.0), ("chat", 0.7), ("code", 0.0), ("copying", 0.0), ("prose", 1.0)),
     },
+    AheadOptions: {"gammas": (4,), "cases": (("prose", 1.0),), "prompts": 1, "max_tokens": 40},
     PeersOptions: {"cases": (("chat", 0.0), ("copying", 0.0), ("prose", 1.0)), "max_tokens": 32, "repeats": 1},
     ServingOptions: {"concurrencies": (1, 4, 16), "max_tokens": 16, "repeats": 1},
     GatheringOptions: {"concurrencies": (1, 2), "max_tokens": 16, "repeats": 1},
@@ -61,6 +64,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "overhead": _add_overhead,
         "rounds": _add_rounds,
         "pair": _add_pair,
+        "ahead": _add_ahead,
         "peers": _add_peers,
         "serving": _add_serving,
         "gathering": _add_gathering,
@@ -164,6 +168,20 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, help="timings of each worker step")
     parser.add_argument("--overhead-ms", dest="overhead", type=float, help="C_o; measured first if not given")
+
+
+def _add_ahead(parser: argparse.ArgumentParser) -> None:
+    _add_models(parser)
+    _add_cases(parser)
+    parser.add_argument("--gamma", dest="gammas", type=_numbers, help="draft tokens of a round: 2,4,6,8")
+    parser.add_argument("--rows", type=int, help="outcomes that are drafted for at a time")
+    parser.add_argument(
+        "--rejection",
+        dest="coupled",
+        action="store_const",
+        const=False,
+        help="the acceptance method; COUPLED if not given",
+    )
 
 
 def _add_peers(parser: argparse.ArgumentParser) -> None:

@@ -19,11 +19,11 @@ import uvloop
 from tandem.v1 import sampling_pb2
 
 from .running_pair import ModelPair, planned_worker
-from .services import REPOSITORY, free_address, run_all
+from .services import REPOSITORY, NotMeasured, free_address, run_all
 from .worker_times import SyntheticSessions, WorkerTimes, worker_streams
 
-TRIAL_LAYERS = 4
-"""Added to find out what a layer costs."""
+TRIAL_LAYERS = 32
+"""Added to find out about what a layer costs: a few may cost less than a step takes more or less by chance."""
 BLOCK = 4
 CACHED_TOKENS = 64
 WARM_UPS, SAMPLES = 5, 20
@@ -31,11 +31,17 @@ WARM_UPS, SAMPLES = 5, 20
 
 def pad(models: ModelPair, ratio: float, folder: Path) -> ModelPair:
     """The pair with a target, made in `folder`, whose step costs `ratio` times a token of the draft's block, both as the
-    services take them. Raises ValueError where the target is dearer already."""
-    trial = _padded(models.target, folder / "trial", TRIAL_LAYERS)
+    services take them. Raises ValueError where the target is dearer already, NotMeasured where layers seem to cost nothing."""
     draft, target = uvloop.run(_milliseconds(models))
-    _, dearer = uvloop.run(_milliseconds(dataclasses.replace(models, target=trial)))
-    layers = layers_for(ratio, draft, target, max((dearer - target) / TRIAL_LAYERS, 1e-3))
+    layers = TRIAL_LAYERS
+    for trial in ("trial", "estimate"):
+        padded = _padded(models.target, folder / trial, layers)
+        _, dearer = uvloop.run(_milliseconds(dataclasses.replace(models, target=padded)))
+        if dearer <= target:
+            raise NotMeasured(
+                f"a step of the target with {layers} layers more took no longer: the machine is not quiet"
+            )
+        layers = layers_for(ratio, draft, target, (dearer - target) / layers)
     name = f"{models.target.name} COST-PADDED by {layers} layers"
     return dataclasses.replace(models, target=_padded(models.target, folder / name, layers))
 

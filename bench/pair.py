@@ -17,7 +17,7 @@ from tandem.v1 import sampling_pb2
 from .pair_results import Costs, PairRow, Trial, WayRow, pair_row, way_row
 from .progress import steps
 from .prompts import PROMPT_CLASSES, PromptClass, prompt_class
-from .running_pair import ModelPair, RunningPair, Way, running_pair
+from .running_pair import Ahead, ModelPair, RunningPair, Way, running_pair
 from .worker_times import SyntheticSessions, WorkerTimes
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -62,7 +62,7 @@ async def measure(options: PairOptions) -> PairResult:
     rows: list[PairRow] = []
     ways: list[WayRow] = []
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        ahead = any(way.ahead for way in options.ways)
+        ahead = Ahead() if any(way.ahead for way in options.ways) else None
         async with running_pair(options.models, Path(folder), ahead=ahead) as services:
             await services.warm_up([PLAIN, *(Way(gamma, ahead=False) for gamma in options.gammas), *options.ways])
             for name, temperature in steps(options.cases, "pair"):

@@ -25,7 +25,7 @@ from tandem.v1 import orchestrator_pb2 as api
 from .peers_results import Decoded, PeersResult, PeersRow, peers_rows
 from .progress import steps
 from .prompts import PROMPT_CLASSES, prompt_class
-from .running_pair import ModelPair, RunningPair, Way, running_pair
+from .running_pair import Ahead, ModelPair, RunningPair, Way, running_pair
 from .services import REPOSITORY, NotMeasured
 from .transformers_peer import Asked, Told
 
@@ -70,7 +70,7 @@ async def measure(options: PeersOptions) -> PeersResult:
     """Runs all cases in all ways."""
     rows: list[PeersRow] = []
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        ahead = any(way.ahead for way in options.ways)
+        ahead = Ahead() if any(way.ahead for way in options.ways) else None
         async with (
             running_pair(options.models, Path(folder), ahead=ahead) as services,
             _running_peer(options.models) as peer,

@@ -25,7 +25,6 @@ TARGET = REPOSITORY / "models" / "smollm2-135m-instruct"
 DRAFT = REPOSITORY / "models" / "smol-draft"
 WARM_UP_TOKENS = 48
 """An adaptive gamma must have met the costs of rounds."""
-AHEAD_ROWS = 4
 DRAFT_SECONDS = 60.0
 
 
@@ -41,6 +40,16 @@ class ModelPair:
 
     def __str__(self) -> str:
         return f"{self.target.name} with {self.draft.name}: {self.dtype}, {self.threads} thread{'s' if self.threads > 1 else ''} each"
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A draft that works ahead."""
+
+    rows: int = 4
+    """Outcomes at a time."""
+    measured: bool = True
+    """Whether it leaves that while rounds turn out longer with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +124,24 @@ class RunningPair:
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    models: ModelPair, folder: Path, *, ahead: bool = False, far: bool = False
+    models: ModelPair, folder: Path, *, ahead: Ahead | None = None, far: bool = False
 ) -> AsyncIterator[RunningPair]:
     """Starts the services; `ahead`, `far`: with what RunningPair has of that kind."""
     draft, target, eager, metrics = (free_address() for _ in range(4))
     async with contextlib.AsyncExitStack() as stack:
         workers = [planned_worker("target", target, models), planned_worker("draft", draft, models)]
-        if ahead:
-            works_ahead = {"TANDEM_DRAFT_AHEAD_ROWS": str(AHEAD_ROWS), "TANDEM_DRAFT_METRICS_LISTEN": metrics}
+        if ahead is not None:
+            works_ahead = {
+                "TANDEM_DRAFT_AHEAD_ROWS": str(ahead.rows),
+                "TANDEM_DRAFT_AHEAD_MEASURED": str(ahead.measured).lower(),
+                "TANDEM_DRAFT_METRICS_LISTEN": metrics,
+            }
             workers.append(planned_worker("draft", eager, models, works_ahead))
         run_all(stack, workers, folder)
         links = tuple(stack.enter_context(DelayedLink(worker)) for worker in (draft, target)) if far else ()
         redis_url = stack.enter_context(running_store(folder))
         reached = {"near": (draft, target)}
-        if ahead:
+        if ahead is not None:
             reached["eager"] = (eager, target)
         if far:
             reached["far"] = (links[0].address, links[1].address)
@@ -145,7 +158,7 @@ async def running_pair(
         yield RunningPair(
             near=calls["near"],
             eager=calls.get("eager"),
-            eager_metrics=metrics if ahead else "",
+            eager_metrics=metrics if ahead is not None else "",
             far=calls.get("far"),
             links=links,
             workers=await stack.enter_async_context(worker_streams(draft, target)),

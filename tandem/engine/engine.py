@@ -137,6 +137,8 @@ class Engine(Generic[JobT]):
         self._line = WaitingLine(waiting, self._shares)
         self._displaces = displace
         self._answers: dict[Stream, list[Answer]] = defaultdict(list)
+        self._leaving = 0
+        """Times that answers were handed to the event loop, which has not sent them yet, as far as is known."""
         self._draining = False
         self._drained = asyncio.Event()
         self._sessions = 0
@@ -474,14 +476,20 @@ class Engine(Generic[JobT]):
         wait = self._gathering_seconds()
         if wait:
             return wait
-        if self._idle is not None and not len(self._scheduler):
+        if self._idle is not None and self._may_be_idle:
             self._idle.step()
         self._share_prefills()
         for batch in self._scheduler.plan():
             self._run(batch)
             self._flush()  # a chunk of prefill that comes next holds no answers up
         self._count_levels()
-        return 0.0 if len(self._scheduler) or (self._idle is not None and self._idle.wanted) else None
+        return 0.0 if len(self._scheduler) or self._may_be_idle else None
+
+    @property
+    def _may_be_idle(self) -> bool:
+        """Whether idle work has its time: not while answers are on their way, since both threads take turns at the interpreter,
+        and what the answers are for is what idle work hides behind."""
+        return self._idle is not None and self._idle.wanted and not len(self._scheduler) and not self._leaving
 
     def _gathering_seconds(self) -> float:
         """How long this step should wait for sessions that are about to come back."""
@@ -617,7 +625,14 @@ class Engine(Generic[JobT]):
         """Hands all answers to the event loop in one call."""
         if self._answers:
             answers, self._answers = self._answers, defaultdict(list)
-            self._call_loop(partial(_deliver, answers))
+            if self._idle is None:
+                self._call_loop(partial(_deliver, answers))
+            else:
+                self._leaving += 1
+                self._call_loop(partial(_deliver_and_tell, answers, partial(self._thread.post, self._left)))
+
+    def _left(self) -> None:
+        self._leaving -= 1
 
     def _call_loop(self, function: Callable[[], object]) -> None:
         try:
@@ -629,6 +644,15 @@ class Engine(Generic[JobT]):
 def _deliver(answers: dict[Stream, list[Answer]]) -> None:
     for stream, batch in answers.items():
         stream.deliver(batch)
+
+
+def _deliver_and_tell(answers: dict[Stream, list[Answer]], left: Callable[[], None]) -> None:
+    """Calls `left` when those that write them have had their turn of the loop."""
+    try:
+        _deliver(answers)
+    finally:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, left)
 
 
 def _set_result(done: asyncio.Future[None]) -> None:
