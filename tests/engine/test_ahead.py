@@ -275,6 +275,38 @@ async def test_whoever_asks_waits_for_one_step_at_most(engines: Engines) -> None
     assert steps[before:][:6] == ["item"] * 6, "not between its own steps either"
 
 
+async def test_an_answer_leaves_before_more_is_guessed(engines: Engines) -> None:
+    """Both threads take turns at the interpreter, and guessing would hold up what it is to hide behind."""
+    ahead = DraftAhead(ROWS, VOCABULARY)
+    engine = engines.draft(over_slots(random_model(), slots=8 + ROWS, max_length=160), ahead=ahead)
+    client = Client(engine)
+    deliver = client.stream.deliver
+    seen = []
+
+    def slowly(answers: Sequence[Answer]) -> None:
+        for _ in range(3):  # after each of these the step thread looks for work
+            done = threading.Event()
+            engine._thread.post(done.set)
+            assert done.wait(60)
+        seen.append((ahead.wanted, ahead.stats.forwards))
+        deliver(answers)
+
+    client.stream.deliver = slowly
+    await client.ask(propose_item("a", 0, random_ids(1, 9), 0, 8, sampling=GREEDY))
+    assert seen == [(True, 0)]
+    await nothing_left(ahead)
+    assert ahead.stats.forwards > 0
+
+
+async def test_most_outcomes_are_foreseen_where_the_noise_is_known(engines: Engines, pair: tuple[Any, Any]) -> None:
+    """Under COUPLED, whatever the target draws: half of the tokens fall, and three in four blocks are ready all the same."""
+    eager = Pair(engines, pair, 16)
+    for seed in range(6):
+        await eager.run(str(seed), sampled(seed, coupled=True))
+    stats = eager.engine.stats.ahead
+    assert stats.branch_hits > 3 * stats.misses
+
+
 async def test_slots_are_kept_apart_and_rows_end_with_the_request(engines: Engines) -> None:
     lm = over_slots(random_model(), slots=2 + ROWS, max_length=60)
     ahead = DraftAhead(ROWS, VOCABULARY)
