@@ -12,6 +12,7 @@ import pytest
 
 from bench import plots
 from bench.acceptance_by_position import conditional
+from bench.ahead import AheadOptions, AheadRow, ahead_goals, ahead_table
 from bench.capacity import FARTHEST, PLAIN, TOGETHER, CapacityOptions, Plan, last_above, plan_capacity, verdict
 from bench.delayed_link import DelayedLink
 from bench.gathering import GatheringCase, GatheringOptions, gathering_table
@@ -255,3 +256,16 @@ def test_gathering_is_judged_by_neighbouring_runs() -> None:
     assert case.gain == 1.5
     row = [next(iter(column.cells)) for column in gathering_table([case], GatheringOptions()).columns]
     assert row == ["2", "0", "30.0", "20.0", "2.0", "1.0", "1.50x", "1.45 to 5.25"]
+
+
+def test_drafting_ahead_is_judged_by_the_gamma_that_is_best_with_it() -> None:
+    def row(prompts: str, gamma: int, ahead: float, gain: float) -> AheadRow:
+        return AheadRow(prompts, 1.0, gamma, 40.0, 3.0, ahead / gain, ahead, gain, (2, 5, 3), same_tokens=True)
+
+    rows = [row("chat", 4, 2.0, 1.5), row("chat", 8, 2.6, 1.2), row("prose", 4, 2.2, 1.5), row("prose", 8, 2.8, 1.3)]
+    plain, waiting = ahead_goals(rows)
+    assert (plain.name, plain.value, plain.reached) == ("ahead, gamma 8, over plain decoding", "2.70x", True)
+    assert (waiting.value, waiting.reached) == ("1.25x", True)
+    assert rows[0].ready == 0.7
+    cells = [next(iter(column.cells)) for column in ahead_table(rows, AheadOptions()).columns]
+    assert cells == ["chat", "1", "4", "40.0", "3.00", "1.33x", "2.00x", "1.50x", "70%", "2/5/3", "same"]

@@ -107,6 +107,21 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny-target with tiny-draft" in capsys.readouterr().out
 
 
+def test_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    models = ["--target", str(MODELS / "tiny-target"), "--draft", str(MODELS / "tiny-draft")]
+    assert main(["ahead", *models, "--quick", "--json", str(file)]) == 0
+    numbers = json.loads(file.read_text())
+    [row] = numbers["ahead"]
+    assert (row["prompts"], row["gamma"], row["same_tokens"]) == ("prose", 4, True)
+    assert row["plain_tokens_per_second"] > 0
+    assert 1 <= row["tokens_per_round"] <= 5
+    assert sum(row["outcomes"]) > 0
+    assert 0 <= row["ready"] <= 1
+    assert len(numbers["goals"]) == 2
+    assert "Drafting ahead, 12 outcomes at a time" in capsys.readouterr().out
+
+
 def test_tracing(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     # So many that they take more than a tick of the clock by which CPU time goes, 10 ms.

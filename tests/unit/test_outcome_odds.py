@@ -49,7 +49,9 @@ def chances(odds: OutcomeOdds, block: Foreseen) -> dict[tuple[int, int], float]:
 def test_before_anything_was_seen_the_draft_is_believed() -> None:
     odds, block = OutcomeOdds(), foreseen(params())
     found = odds.rejections(block, 3)
-    assert found[0] == Guess(0, 1, pytest.approx(0.375 * 0.5))  # tokens of that confidence are taken to stand in 5 of 8 cases
+    assert found[0] == Guess(
+        0, 1, pytest.approx(0.375 * 0.5)
+    )  # tokens of that confidence are taken to stand in 5 of 8 cases
     assert [each.chance for each in found] == sorted((each.chance for each in found), reverse=True)
     assert chances(odds, block)[1, 2] == pytest.approx(0.625 * 0.375 * 0.3)
     assert odds.standing(block, 3) == pytest.approx(0.625**3)
