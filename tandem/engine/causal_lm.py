@@ -23,6 +23,8 @@ from tandem.engine.step_shapes import StepShape
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+_MOST_REAL = 0.8
+"""Share of tokens that are no padding, up to which these alone are computed: it takes two more copies in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,12 @@ class CausalLM:
         on_device = torch.from_numpy(packed).to(self.device, non_blocking=True)
         columns = max(feed.start + feed.token_ids.size for feed in feeds)
         keep = max(1, *(feed.rows for feed in feeds))
-        slots = _as_slice(feeds)
-        logits = self.run(
-            on_device[: 3 * batch * width].view(3, batch, width),
-            on_device[3 * batch * width :] if slots is None else slots,
-            self.columns[:columns],
-            keep,
-        )
+        cells = on_device[: 3 * batch * width].view(3, batch, width)
+        adjacent = _as_slice(feeds)
+        slots = on_device[3 * batch * width :] if adjacent is None else adjacent
+        if self._joined is not None and _mostly_padding(feeds, width):
+            return self._run_without_padding(self._joined, feeds, cells, slots, self.columns[:columns]).float()
+        logits = self.run(cells, slots, self.columns[:columns], keep)
         _check_pieces(logits, feeds, at)
         whole = all(feed.rows == keep for feed in feeds)
         return (logits.flatten(0, 1) if whole else _wanted_rows(logits, feeds, at)).float()
@@ -126,6 +127,27 @@ class CausalLM:
             if self._joined is None
             else self._joined.logits(token_ids, positions, mask, self.cache, keep)
         )
+        self.cache.end()
+        return logits
+
+    def _run_without_padding(
+        self,
+        joined: JoinedLayers,
+        feeds: Sequence[Feed],
+        cells: torch.Tensor,
+        slots: slice | torch.Tensor,
+        held: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same for feeds that all want logits: only their tokens are computed, and only the wanted logits, [sum of rows,
+        padded vocabulary]."""
+        token_ids, positions, write = cells
+        batch, width = token_ids.shape
+        ends = width * np.arange(1, batch + 1)
+        real = _last_of_each(ends, [feed.token_ids.size for feed in feeds]).to(self.device)
+        wanted = _last_of_each(np.cumsum([feed.token_ids.size for feed in feeds]), [feed.rows for feed in feeds])
+        self.cache.begin(write.flatten()[real], slots, held.shape[0])
+        mask = self._mask(positions, held)
+        logits = joined.wanted_logits(token_ids, positions, mask, self.cache, real, wanted.to(self.device))
         self.cache.end()
         return logits
 
@@ -206,6 +228,19 @@ class CausalLM:
 def layer_shapes(cache: Any) -> list[LayerShape]:
     """The shapes of the layers of a cache that a model has filled."""
     return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
+
+
+def _mostly_padding(feeds: Sequence[Feed], width: int) -> bool:
+    """Whether it pays to compute the tokens of the feeds alone. A piece of a prefill, which wants no logits, is as wide as can be."""
+    tokens = sum(feed.token_ids.size for feed in feeds)
+    return tokens <= _MOST_REAL * width * len(feeds) and all(feed.rows for feed in feeds)
+
+
+def _last_of_each(ends: NDArray[np.int64], counts: Sequence[int]) -> torch.Tensor:
+    """The last so many numbers below each end, in rising order."""
+    return torch.from_numpy(
+        np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    )
 
 
 def _as_slice(feeds: Sequence[Feed]) -> slice | None:

@@ -73,8 +73,10 @@ class _Step:
     """Queries, keys and values, [tokens, all heads * dim]."""
     turned: torch.Tensor
     """Queries and keys, [tokens, heads, 2, dim / 2]."""
+    own_queries: torch.Tensor
+    """[tokens, heads, dim]"""
     queries: torch.Tensor
-    """[batch, heads, width, dim]"""
+    """[batch, heads, width, dim]: the same, or where padding is not computed, a copy of them with its places."""
     keys: torch.Tensor
     """[tokens, heads, dim], as are the values."""
     values: torch.Tensor
@@ -82,6 +84,10 @@ class _Step:
     """[tokens, 2 * intermediate]"""
     gate: torch.Tensor
     up: torch.Tensor
+    real: torch.Tensor | None
+    """The places of the tokens among those of the batch, [tokens], where padding is not computed."""
+    padded: torch.Tensor
+    """What `queries` shows, [batch * width, heads, dim]."""
 
 
 class JoinedLayers:
@@ -114,23 +120,51 @@ class JoinedLayers:
         """Runs tokens at positions, both [batch, width], and stores their keys and values where the cache was told to. The
         mask is added to the scores. Returns the logits of the last `keep` tokens of each row, 0: of all."""
         batch, width = token_ids.shape
-        hidden = functional.embedding(token_ids.reshape(-1), self._embedding)
-        step = self._step(hidden, positions)
+        hidden = self._hidden(token_ids.reshape(-1), positions, mask, cache, None)
+        kept = hidden.view(batch, width, -1)[:, -keep:] if keep else hidden.view(batch, width, -1)
+        return self._head(self._norm(kept))
+
+    def wanted_logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | dict[str, torch.Tensor],
+        cache: SlotCache,
+        real: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same for the tokens at the places `real` of the flattened batch, rising; the others are padding, and are not
+        computed. The cache expects keys and values of these alone. Returns the logits of those of them that are `wanted`."""
+        hidden = self._hidden(token_ids.reshape(-1)[real], positions, mask, cache, real)
+        return self._head(self._norm(hidden.index_select(0, wanted)))
+
+    def _hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | dict[str, torch.Tensor],
+        cache: SlotCache,
+        real: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the layers make of the tokens, [tokens, hidden size]."""
+        hidden = functional.embedding(token_ids, self._embedding)
+        step = self._step(hidden, positions, real)
         for layer, store in zip(self._layers, cache.layers, strict=True):
             seen = mask[layer.mask] if isinstance(mask, dict) else mask
             hidden.addmm_(self._attended(layer, hidden, step, seen, store), layer.attention_output)
             torch.mm(layer.mlp_norm(hidden), layer.gate_up, out=step.gate_up)
             hidden.addmm_(functional.silu(step.gate).mul_(step.up), layer.down)
-        kept = hidden.view(batch, width, -1)[:, -keep:] if keep else hidden.view(batch, width, -1)
-        return self._head(self._norm(kept))
+        return hidden
 
-    def _step(self, hidden: torch.Tensor, positions: torch.Tensor) -> _Step:
+    def _step(self, hidden: torch.Tensor, positions: torch.Tensor, real: torch.Tensor | None) -> _Step:
         batch, tokens = positions.shape[0], hidden.shape[0]
         dim, queries, keys = self._dim, self._query_heads, self._key_heads
         halves = (tokens, -1, 2, dim // 2)
-        cosines, sines = self._rotary(hidden, positions)
+        cosines, sines = self._rotary(hidden, positions if real is None else positions.reshape(1, -1)[:, real])
         joined = hidden.new_empty(tokens, (queries + 2 * keys) * dim)
         heads = joined.view(tokens, -1, dim)
+        own_queries = heads[:, :queries]
+        padded = own_queries if real is None else hidden.new_zeros(positions.numel(), queries, dim)
         gate_up = hidden.new_empty(tokens, self._layers[0].gate_up.shape[1])
         gate, up = gate_up.chunk(2, dim=-1)
         return _Step(
@@ -138,12 +172,15 @@ class JoinedLayers:
             sines=sines.reshape(halves) * self._signs,
             joined=joined,
             turned=heads[:, : queries + keys].view(halves),
-            queries=heads[:, :queries].view(batch, -1, queries, dim).transpose(1, 2),
+            own_queries=own_queries,
+            queries=padded.view(batch, -1, queries, dim).transpose(1, 2),
             keys=heads[:, queries : queries + keys],
             values=heads[:, queries + keys :],
             gate_up=gate_up,
             gate=gate,
             up=up,
+            real=real,
+            padded=padded,
         )
 
     def _attended(
@@ -157,10 +194,13 @@ class JoinedLayers:
             torch.addmm(layer.bias, normed, layer.queries_keys_values, out=step.joined)
         _turn(step.turned, step.cosines, step.sines)
         keys, values = store.store(step.keys, step.values)
+        if step.real is not None:
+            step.padded.index_copy_(0, step.real, step.own_queries)
         found = functional.scaled_dot_product_attention(
             step.queries, keys, values, attn_mask=mask, enable_gqa=self._query_heads != self._key_heads
         )
-        return found.transpose(1, 2).reshape(hidden.shape[0], -1)
+        of_tokens = found.transpose(1, 2).reshape(-1, found.shape[1] * found.shape[3])
+        return of_tokens if step.real is None else of_tokens.index_select(0, step.real)
 
 
 def can_be_joined(model: Any) -> bool:
