@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from tandem.engine.causal_lm import CausalLM
-from tandem.engine.faults import ModelError
+from tandem.engine.faults import ModelError, PieceNotFinite
 from tandem.engine.feed import Feed
+from tandem.engine.joined_layers import JoinedLayers
 from tests.engine.models import over_slots, plain_greedy, plain_logits, random_ids, random_model
 
 TOLERANCE = 1e-5
@@ -33,6 +36,57 @@ def test_ragged_batch_equals_each_request_alone() -> None:
     logits = lm.forward(feeds)
     expected = torch.cat([plain_logits(model, ids)[-feed.rows :] for ids, feed in zip(sequences, feeds, strict=True)])
     assert relative(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": 6}),
+    ],
+)
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3), (6, 0, 3, 5)])
+def test_padding_is_not_computed_where_it_is_much(
+    model_type: str, changes: dict[str, object], slots: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long block beside short ones: the same logits, and what is stored serves the next forward."""
+    model = random_model(model_type, **changes)
+    lm = over_slots(model)
+    lm.cache.fill_with_noise()
+    tokens: list[int] = []
+    hidden = JoinedLayers._hidden
+
+    def counted(self: JoinedLayers, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tokens.append(token_ids.numel())
+        return hidden(self, token_ids, *rest)
+
+    monkeypatch.setattr(JoinedLayers, "_hidden", counted)
+    sequences = [random_ids(slot, 20 + slot) for slot in slots]
+    lm.forward([Feed(slot, 0, ids[:10], 1) for slot, ids in zip(slots, sequences, strict=True)])
+    held = [10] * len(slots)
+    for sizes, rows in (((1, 1, 7, 1), (1, 1, 7, 1)), ((6, 1, 1, 2), (4, 1, 1, 2)), ((3, 3, 2, 3), (1, 2, 1, 3))):
+        feeds = [
+            Feed(slot, start, ids[start : start + size], wanted)
+            for slot, start, ids, size, wanted in zip(slots, held, sequences, sizes, rows, strict=True)
+        ]
+        held = [start + size for start, size in zip(held, sizes, strict=True)]
+        pairs = zip(sequences, held, rows, strict=True)
+        expected = torch.cat([plain_logits(model, ids[:end])[-wanted:] for ids, end, wanted in pairs])
+        assert relative(lm.forward(feeds), expected) < TOLERANCE
+    assert tokens == [40, 10, 10, 12], "the last ones, padding included, since it is little"
+
+
+def test_pieces_of_a_prefill_beside_a_block_are_looked_at_for_what_is_no_number() -> None:
+    """They want no logits, and are run with their padding."""
+    model = random_model()
+    lm = over_slots(model)
+    ids = random_ids(1, 12)
+    lm.forward([Feed(0, 0, ids[:1], 1), Feed(1, 0, ids, 0)])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[int(ids[-1])] = torch.nan
+    with pytest.raises(PieceNotFinite):
+        lm.forward([Feed(0, 1, ids[1:2], 1), Feed(1, 0, ids, 0)])
 
 
 @pytest.mark.parametrize("slots", [(0, 1, 2), (2, 3, 4), (0, 3, 7), (5, 1, 6), (2, 1, 0)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma
+from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma, Choice, FixedGamma
 from orchestrator.round_costs import FadingMean, ForwardCurve, RoundCosts, RoundTimes, WorkerTime
 from orchestrator.speed_estimate import SpeedEstimate
 from tandem.cost_model import expected_tokens
@@ -204,6 +204,39 @@ def test_a_trial_is_of_what_the_draft_will_be_asked_for() -> None:
         rounds += 1
         assert rounds < 300, trials
     assert set(trials) == {1}
+
+
+def settled_on_blocks() -> tuple[Machine, RoundCosts, AcceptancePrior]:
+    """What an orchestrator knows once a request has done well with blocks."""
+    machine, costs, prior = Machine(0.1, 0.02), RoundCosts(), AcceptancePrior()
+    first = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs))
+    run(first, machine, 100, lambda _: 0.9)
+    first.finish()
+    return machine, costs, prior
+
+
+def test_a_prompt_is_read_by_the_draft_only_for_what_it_saves() -> None:
+    _, costs, prior = settled_on_blocks()
+    controller = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs))
+    assert costs.reading_seconds(2000) > 8 * PLAIN_SECONDS
+    assert controller.choose(8, to_read=2000) == Choice(0, "best", 1.0)
+    assert controller.choose(8, to_read=2).gamma > 0
+    assert controller.choose(1000, to_read=2000).gamma > 0
+
+
+def test_a_trial_for_which_much_is_to_be_read_comes_later() -> None:
+    def first_trial(to_read: int) -> int:
+        controller, machine = adaptive(), Machine(0.3, 0.1)
+        run(controller, machine, 200, lambda _: 0.02)
+        for index in itertools.count():
+            choice = controller.choose(100_000, to_read=to_read)
+            if choice.gamma:
+                assert choice.reason == "trial"
+                return index
+            controller.observe([], machine.times(0))
+        raise AssertionError
+
+    assert first_trial(2000) > 4 * first_trial(0)
 
 
 def test_a_block_that_is_cut_is_had_again_or_given_up_as_what_is_left_of_it_pays() -> None:
