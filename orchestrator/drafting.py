@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tandem import wire
-from tandem.acceptance import DraftContractError, Drafted, are_supports, check_drafted, check_law
+from tandem.acceptance import DraftContractError, Drafted
 from tandem.v1 import draft_pb2, draft_pb2_grpc, sampling_pb2, worker_pb2
 
+from . import proposals
 from .block_limit import BlockLimit
 from .gamma_controller import Choice
 from .prefix import Prefix
+from .proposals import ReceivedProposal
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
@@ -30,14 +32,16 @@ from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKi
 
 log = logging.getLogger(__name__)
 
-DraftPool = ReplicaPool[draft_pb2.ProposeItem, draft_pb2.Proposal]
+DraftPool = ReplicaPool[draft_pb2.ProposeItem, ReceivedProposal]
 
-DRAFT: WorkerKind[draft_pb2.ProposeItem, draft_pb2.Proposal] = WorkerKind(
+DraftReplica = Replica[draft_pb2.ProposeItem, ReceivedProposal]
+
+DRAFT: WorkerKind[draft_pb2.ProposeItem, ReceivedProposal] = WorkerKind(
     role="draft",
     stub=draft_pb2_grpc.DraftServiceStub,
     open_stream=lambda stub: stub.Propose(),
     pack=lambda items, releases: draft_pb2.ProposeBatch(items=items, release_request_ids=releases),
-    answer=lambda result: result.proposal if result.WhichOneof("result") == "proposal" else None,
+    reader=proposals.reader,
 )
 
 SHORT_READ = 512
@@ -71,7 +75,7 @@ class Proposed:
     """Encoded ids: one for each token, and perhaps one for the position after them."""
     drafted: Callable[[], list[Drafted]] = list
     """One for each support; raises DraftContractError or WireError."""
-    replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
+    replica: DraftReplica | None = None
     asked: int = 0
     """Tokens that the draft was asked for."""
     wanted: int = 0
@@ -145,9 +149,9 @@ class Drafting:
         self._block_length = 0
         self._unread = 0
         """Tokens that the draft knows, and whose reading its model had before it when it answered last."""
-        self._late: tuple[asyncio.Future[draft_pb2.Proposal], int] | None = None
+        self._late: tuple[asyncio.Future[ReceivedProposal], int] | None = None
         self._limit = BlockLimit()
-        self._limited: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal] | None = None
+        self._limited: DraftReplica | None = None
         """The replica that the limit is for."""
         self._asks_for_less = False
         self._asked_at = 0.0
@@ -365,7 +369,7 @@ class Drafting:
         )
         self.asked, self._asked_at = gamma, time.monotonic()
         try:
-            proposal = await replica.submit(item, self._policy.timeout)
+            received = await replica.submit(item, self._policy.timeout)
         except AnswerLate as late:
             # The draft may still be reading a long prompt: its answer is collected when it comes, and its cache kept.
             self._late, blame = (late.answer, prefix.length), self._blame_for_time(prefix)
@@ -373,22 +377,22 @@ class Drafting:
             if self._asks_for_less:
                 blame = _Blame.SILENCE
             raise _Degraded("draft_timeout", f"no answer within {self._policy.timeout:g} s", blame=blame) from None
-        self._announced = True
+        self._announced, proposal = True, received.message
         # What was unread after a block at no time is mostly read since, but for a long prompt.
         few = prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.ordinary = opened and few and self.to_read(prefix) <= SHORT_READ
         self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
-        if proposal.declined and not proposal.tokens:
+        if proposal.declined and not received.token_ids:
             replica.bench.answered()
             return DECLINED
-        proposed = self._readable(proposal, gamma, item.look_ahead)
+        proposed = self._readable(received, gamma, item.look_ahead)
         proposed.replica, proposed.asked, proposed.wanted = replica, gamma, wanted
         proposed.longest = min(self._longest, replica.info.max_speculative_tokens)
         return proposed
 
-    def _bears_with(self, replica: Replica[draft_pb2.ProposeItem, draft_pb2.Proposal]) -> bool:
+    def _bears_with(self, replica: DraftReplica) -> bool:
         """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""
         return not self._session.displaced and not (replica.bench.reason and self._session.can_move)
 
@@ -425,8 +429,9 @@ class Drafting:
         if answer.cancelled() or answer.exception() is not None:
             self._session.forget()
         else:
-            self._session.cached_length = min(answer.result().cached_length, prefix_length)
-            self._unread = answer.result().unread_tokens
+            proposal = answer.result().message
+            self._session.cached_length = min(proposal.cached_length, prefix_length)
+            self._unread = proposal.unread_tokens
 
     def _nobody(self) -> _Degraded:
         if self._pool.benched:
@@ -435,50 +440,19 @@ class Drafting:
             return _Degraded("draft_incompatible", "; ".join(refusals))
         return _Degraded("draft_unavailable", "no draft replica is connected")
 
-    def _readable(self, proposal: draft_pb2.Proposal, gamma: int, look_ahead: bool) -> Proposed:
+    def _readable(self, received: ReceivedProposal, gamma: int, look_ahead: bool) -> Proposed:
         """Raises DraftContractError or WireError for what no target would take."""
-        # A list, since each walk through a repeated field makes its messages anew.
-        tokens = list(proposal.tokens)
-        if not 1 <= len(tokens) <= gamma + look_ahead:
-            raise DraftContractError(f"{len(tokens)} tokens where {gamma + look_ahead} were asked for")
-        token_ids, supports = [token.token_id for token in tokens], [token.support_ids for token in tokens]
-        drafted = _readable_together(tokens, token_ids, supports, self._vocabulary_size)
-        return Proposed(token_ids[:gamma], supports, drafted, unread_tokens=proposal.unread_tokens)
+        token_ids = received.token_ids
+        if not 1 <= len(token_ids) <= gamma + look_ahead:
+            raise DraftContractError(f"{len(token_ids)} tokens where {gamma + look_ahead} were asked for")
+        drafted = received.readable(self._vocabulary_size)
+        return Proposed(token_ids[:gamma], received.supports, drafted, unread_tokens=received.message.unread_tokens)
 
 
 def _checked(proposed: Proposed) -> Block:
     """Raises DraftContractError or WireError."""
     drafted, count = proposed.drafted(), len(proposed.token_ids)
     return Block(tuple(drafted[:count]), drafted[count] if len(drafted) > count else None)
-
-
-def _readable_together(
-    tokens: Sequence[draft_pb2.DraftedToken],
-    token_ids: Sequence[int],
-    supports: list[bytes],
-    vocabulary_size: int,
-) -> Callable[[], list[Drafted]]:
-    """What checks the probabilities of tokens whose ids are good. Raises DraftContractError or WireError where these are not."""
-    probs = [token.support_probs for token in tokens]
-    sizes = set(map(len, supports + probs))
-    size = sizes.pop()
-    if not sizes and size and size % wire.TOKEN_BYTES == 0 and max(token_ids) < vocabulary_size:
-        # The ordinary case, at less than half the time of one by one.
-        ids = wire.decode_ids(b"".join(supports)).reshape(len(tokens), -1)
-        if are_supports(ids, vocabulary_size):
-            return lambda: check_law(token_ids, ids, _decoded_together(probs, ids), vocabulary_size)
-    alone = [_decoded_alone(token, vocabulary_size) for token in tokens]
-    return lambda: alone
-
-
-def _decoded_together(probs: Sequence[bytes], ids: wire.IdArray) -> wire.ProbArray:
-    return wire.decode_probs(b"".join(probs), ids.size).reshape(ids.shape)
-
-
-def _decoded_alone(token: draft_pb2.DraftedToken, vocabulary_size: int) -> Drafted:
-    ids = wire.decode_ids(token.support_ids)
-    q = wire.decode_probs(token.support_probs, ids.size)
-    return check_drafted(token.token_id, ids, q, vocabulary_size)
 
 
 def _lied(lie: Exception) -> _Degraded:

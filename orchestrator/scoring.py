@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from tandem import wire
 from tandem.acceptance import RowLogprobs, TargetRow
 from tandem.v1 import sampling_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
+from . import verdicts
 from .drafting import Proposed
 from .errors import Overloaded, Unavailable
 from .logprobs import decode_row
@@ -27,23 +27,23 @@ from .prefix import Prefix
 from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
+from .verdicts import P_SUM_TOLERANCE, ReceivedVerdict
 from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
-TargetPool = ReplicaPool[target_pb2.VerifyItem, target_pb2.Verdict]
+TargetPool = ReplicaPool[target_pb2.VerifyItem, ReceivedVerdict]
 
-TargetReplica = Replica[target_pb2.VerifyItem, target_pb2.Verdict]
+TargetReplica = Replica[target_pb2.VerifyItem, ReceivedVerdict]
 
-TARGET: WorkerKind[target_pb2.VerifyItem, target_pb2.Verdict] = WorkerKind(
+TARGET: WorkerKind[target_pb2.VerifyItem, ReceivedVerdict] = WorkerKind(
     role="target",
     stub=target_pb2_grpc.TargetServiceStub,
     open_stream=lambda stub: stub.Verify(),
     pack=lambda items, releases: target_pb2.VerifyBatch(items=items, release_request_ids=releases),
-    answer=lambda result: result.verdict if result.WhichOneof("result") == "verdict" else None,
+    reader=verdicts.reader,
 )
 
-P_SUM_TOLERANCE = 1e-3
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 RETRY_AFTER_SECONDS = 5.0
@@ -222,12 +222,12 @@ class Scoring:
             cache_salt="" if self._session.opened else self._cache_salt,
         )
         try:
-            verdict = await self._asked(replica, item, meanwhile)
+            received = await self._asked(replica, item, meanwhile)
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         sizes = [len(ids) // wire.TOKEN_BYTES for ids in proposed.supports]
-        rows = self._checked(verdict, sizes, len(proposed.token_ids) + 1)
-        self._announced = True
+        rows = self._checked(received, sizes, len(proposed.token_ids) + 1)
+        self._announced, verdict = True, received.message
         self.ordinary = self._session.opened and prefix.length - self._session.cached_length <= ORDINARY_TOKENS
         self.worker_time = WorkerTime.of(verdict)
         self._session.cached_length = verdict.cached_length
@@ -235,43 +235,23 @@ class Scoring:
 
     def _asked(
         self, replica: TargetReplica, item: target_pb2.VerifyItem, meanwhile: Callable[[], None] | None
-    ) -> asyncio.Future[target_pb2.Verdict]:
+    ) -> asyncio.Future[ReceivedVerdict]:
         """Who awaits it had better not keep it: a failure in it would keep the frame that does, and with it the request's tokens."""
         answer = replica.submit(item, self._policy.timeout)
         if meanwhile is not None:
             asyncio.get_running_loop().call_soon(meanwhile)  # behind whoever sends the item
         return answer
 
-    def _checked(self, verdict: target_pb2.Verdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
-        answered = list(verdict.rows)  # each walk through a repeated field makes its messages anew
+    def _checked(self, received: ReceivedVerdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
+        answered = received.rows
         if len(answered) != count:
             raise TargetContractError(f"{len(answered)} rows where {count} were asked for")
         sizes = [*sizes, 0][:count]
         with_logprobs = self._sampling.logprobs
-        rows: list[TargetRow] = []
-        alike = count - (sizes[-1] != sizes[0])  # the last one has no support where there is no look-ahead
-        if sizes.count(sizes[0]) == alike > 1 and not with_logprobs:
-            rows = self._decoded_together(answered[:alike], sizes[0])
+        rows = received.together(sizes, self._vocabulary_size) if not with_logprobs else []
         for row, size in zip(answered[len(rows) :], sizes[len(rows) :], strict=True):
             rows.append(self._decoded(row, size, with_logprobs))
         return rows
-
-    def _decoded_together(self, rows: Sequence[target_pb2.TargetRow], size: int) -> list[TargetRow]:
-        """Rows on supports of one size, at less than half the time of one by one; none of them where something is wrong, which
-        is then found one by one."""
-        data = [row.support_probs for row in rows]
-        if set(map(len, data)) != {size * wire.TOKEN_BYTES}:
-            return []
-        p = wire.decode_probs(b"".join(data), len(rows) * size).reshape(len(rows), size)
-        masses = [row.outside_mass for row in rows]
-        tokens = [row.outside_token_id for row in rows]
-        totals = np.add.reduce(p, 1).tolist()
-        sums = [total + mass - 1.0 for total, mass in zip(totals, masses, strict=True)]
-        if not all(abs(excess) <= P_SUM_TOLERANCE for excess in sums):  # NaN is not
-            return []
-        if min(masses) < 0.0 or max(tokens) >= self._vocabulary_size:
-            return []
-        return list(map(TargetRow, p, masses, tokens, repeat(None), [row.dead_end for row in rows]))
 
     def _decoded(self, row: target_pb2.TargetRow, size: int, with_logprobs: bool) -> TargetRow:
         try:

@@ -118,8 +118,8 @@ class WorkerKind(Generic[ItemT, AnswerT]):
     open_stream: Callable[[Any], Any]
     pack: Callable[[list[ItemT], list[str]], Any]
     """Builds a batch from items and from request ids to release."""
-    answer: Callable[[Any], AnswerT | None]
-    """The answer in a result item, None where it holds an error."""
+    reader: Callable[[], Callable[[Any], AnswerT | None]]
+    """Makes what reads the items of one message: the answer in an item, None where that holds an error."""
 
 
 @dataclass(slots=True)
@@ -347,8 +347,9 @@ class Replica(Generic[ItemT, AnswerT]):
 
     async def _read(self, call: Any) -> None:
         while (batch := await call.read()) is not grpc.aio.EOF:
+            read = self._kind.reader()
             for result in batch.items:
-                self._resolve(result)
+                self._resolve(result, read)
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -361,13 +362,13 @@ class Replica(Generic[ItemT, AnswerT]):
                 self._wake.clear()
             await call.write(self._kind.pack(items, releases))
 
-    def _resolve(self, result: Any) -> None:
+    def _resolve(self, result: Any, read: Callable[[Any], AnswerT | None]) -> None:
         pending = self._pending.pop((result.request_id, result.cache_epoch), None)
         if pending is None or pending.answer.done():
             return
         if pending.deadline == math.inf:
             self.bench.answered_late()
-        answer = self._kind.answer(result)
+        answer = read(result)
         if answer is not None:
             pending.answer.set_result(answer)
         else:

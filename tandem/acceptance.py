@@ -131,8 +131,22 @@ def are_supports(support_ids: IdArray, vocabulary_size: int) -> bool:
 def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
     """The other half of `check_drafted`: of what `are_supports`, each row of q is a distribution, and its token has mass. Raises DraftContractError with
     the fault."""
+    drafted = drawn_from_laws(token_ids, support_ids, q)
+    if drafted is not None:
+        return drafted
+    # Something is wrong: the check one by one says what.
+    rows = zip(token_ids, support_ids, q, strict=True)
+    return [check_drafted(token_id, ids, probs, vocabulary_size) for token_id, ids, probs in rows]
+
+
+def drawn_from_laws(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray) -> list[Drafted] | None:
+    """What `check_law` makes of rows that are good; None where anything is wrong with any."""
+    try:
+        tokens = np.array(token_ids, dtype=np.uint32)  # as the ids are, or all of those would be made what these are
+    except OverflowError:
+        return None
     # The reductions are called by their ufuncs: the methods of arrays cost twice as much for so few numbers.
-    places = (support_ids == np.array(token_ids)[:, None]).ravel().nonzero()[0]
+    places = (support_ids == tokens[:, None]).ravel().nonzero()[0]
     totals = np.add.reduce(q, 1, np.float64).tolist()
     if (
         max(totals) - 1.0 <= Q_SUM_TOLERANCE
@@ -142,9 +156,7 @@ def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, voca
         and min(q.ravel()[places].tolist()) > 0.0
     ):
         return list(map(Drafted, token_ids, support_ids, q, (places % support_ids.shape[1]).tolist()))
-    # Something is wrong: the check one by one says what.
-    rows = zip(token_ids, support_ids, q, strict=True)
-    return [check_drafted(token_id, ids, probs, vocabulary_size) for token_id, ids, probs in rows]
+    return None
 
 
 def accept(

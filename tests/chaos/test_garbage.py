@@ -1026,7 +1026,7 @@ def _fake_kind(stream: _FakeStream) -> WorkerKind[Any, Any]:
         stub=lambda channel: stream,
         open_stream=lambda stub: stub,
         pack=lambda items, releases: draft_pb2.ProposeBatch(items=items, release_request_ids=releases),
-        answer=lambda result: None,
+        reader=lambda: lambda item: None,
     )
 
 
@@ -1088,7 +1088,7 @@ async def test_an_answer_that_is_late_is_still_to_be_had() -> None:
     assert not patient.done()
     assert not late.value.answer.done()
     error = worker_pb2.ItemError(message="found nothing")
-    replica._resolve(draft_pb2.ProposalItem(request_id="first", cache_epoch=0, error=error))
+    replica._resolve(draft_pb2.ProposalItem(request_id="first", cache_epoch=0, error=error), replica._kind.reader())
     assert isinstance(late.value.answer.exception(), ItemFailed)
     assert replica.pending_items == 1
     await replica.close()

@@ -22,6 +22,7 @@ from orchestrator.prefix import Prefix
 from orchestrator.scoring import TARGET, Scoring, ScoringPolicy, TargetPool
 from orchestrator.servicer import OrchestratorServicer, add_to_server
 from orchestrator.several import SharedCall
+from orchestrator.verdicts import ReceivedVerdict
 from orchestrator.worker_stream import ItemFailed
 from tandem import wire
 from tandem.v1 import orchestrator_pb2 as api
@@ -167,14 +168,15 @@ async def test_a_fault_of_the_target_that_is_lived_through(monkeypatch: pytest.M
     """The request goes on, and its tokens are not kept by what has failed."""
     faults: list[weakref.ref[ItemFailed]] = []
 
-    def submit(*_: Any) -> asyncio.Future[target_pb2.Verdict]:
+    def submit(*_: Any) -> asyncio.Future[ReceivedVerdict]:
         answer = asyncio.get_running_loop().create_future()
         if len(faults) < 3:
             fault = ItemFailed(worker_pb2.ItemError(reason=worker_pb2.ERROR_REASON_INTERNAL))
             faults.append(weakref.ref(fault))
             answer.set_exception(fault)
         else:
-            answer.set_result(target_pb2.Verdict(rows=[target_pb2.TargetRow(outside_mass=1.0, outside_token_id=7)]))
+            row = target_pb2.TargetRow(outside_mass=1.0, outside_token_id=7)
+            answer.set_result(ReceivedVerdict.alone(target_pb2.Verdict(rows=[row])))
         return answer
 
     pool = TargetPool((), TARGET, lambda _: None, lambda: None)

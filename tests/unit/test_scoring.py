@@ -12,6 +12,7 @@ from orchestrator.drafting import PLAIN
 from orchestrator.errors import Unavailable
 from orchestrator.prefix import Prefix
 from orchestrator.scoring import TARGET, Scoring, ScoringPolicy, TargetContractError, TargetPool
+from orchestrator.verdicts import ReceivedVerdict
 from tandem import wire
 from tandem.acceptance import TargetRow
 from tandem.v1 import sampling_pb2, target_pb2
@@ -89,7 +90,7 @@ def verdict(*rows: tuple[list[float], float, int, bool]) -> target_pb2.Verdict:
 def checked(answer: target_pb2.Verdict, sizes: list[int]) -> list[TargetRow]:
     pool = TargetPool((), TARGET, lambda info: None, lambda: None)
     scoring = Scoring("r", pool, sampling_pb2.Sampling(), POLICY, VOCABULARY)
-    return scoring._checked(answer, sizes, len(answer.rows))
+    return scoring._checked(ReceivedVerdict.alone(answer), sizes, len(answer.rows))
 
 
 @pytest.mark.parametrize("highest", [VOCABULARY - 1, VOCABULARY + 1])

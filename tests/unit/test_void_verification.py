@@ -15,6 +15,7 @@ from orchestrator.decoder import Decoder
 from orchestrator.drafting import DRAFT, Drafting, DraftingPolicy, DraftPool, Proposed, _lied
 from orchestrator.gamma_controller import FixedGamma
 from orchestrator.metrics import Metrics
+from orchestrator.proposals import ReceivedProposal
 from orchestrator.recorder import RequestRecorder
 from orchestrator.request import GenerationPlan
 from orchestrator.round_costs import RoundCosts
@@ -64,7 +65,7 @@ class Liar(Drafting):
 
     async def _ask(self, *_: Any) -> Proposed:
         try:
-            return self._readable(self._proposal, GAMMA, look_ahead=False)
+            return self._readable(ReceivedProposal.alone(self._proposal), GAMMA, look_ahead=False)
         except (DraftContractError, wire.WireError) as lie:
             raise _lied(lie) from lie
 

@@ -103,7 +103,7 @@ async def test_messages_beyond_four_mebibytes_pass_both_ways() -> None:
     target = Target(worker_pb2.GetModelInfoResponse(), row_bytes=6 * MEBIBYTE)
     item = target_pb2.VerifyItem(request_id="large", support_ids=[bytes(5 * MEBIBYTE)])
     async with serving(target) as address, connected(address) as replica:
-        verdict = await replica.submit(item, seconds=60)
+        verdict = (await replica.submit(item, seconds=60)).message
     assert [len(row.support_probs) for row in verdict.rows] == [6 * MEBIBYTE]
     assert target.received > 5 * MEBIBYTE
 
