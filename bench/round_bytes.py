@@ -8,7 +8,7 @@ import numpy as np
 
 from orchestrator.prefix import Prefix
 from tandem import wire
-from tandem.v1 import draft_pb2, sampling_pb2, target_pb2
+from tandem.v1 import draft_pb2, sampling_pb2, target_pb2, worker_pb2
 
 from .fixed_answers import FixedAnswers
 
@@ -39,7 +39,8 @@ def round_bytes(vocabulary_size: int, gamma: int, support_size: int, *, first: b
     ids = list(range(vocabulary_size - 4 * support_size, vocabulary_size))  # the widest ids
     answers = FixedAnswers(ids, support_size, acceptance=0.8)
     prefix = Prefix(wire.encode_ids(np.full(CONTEXT, ids[0])))
-    update = prefix.update_from(CONTEXT - gamma - 1)
+    update = worker_pb2.PrefixUpdate()
+    prefix.tell(update, CONTEXT - gamma - 1)
     sampling = sampling_pb2.Sampling(temperature=0.7, top_p=0.9, top_k=50, seed=2**63) if first else None
     proposal = draft_pb2.Proposal(tokens=answers.proposal(gamma).tokens, cached_length=CONTEXT + gamma - 1)
     verdict = target_pb2.Verdict(rows=answers.verdict(gamma, gamma).rows, cached_length=CONTEXT + gamma)

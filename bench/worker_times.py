@@ -143,7 +143,8 @@ class _Session:
         )
 
     def _update(self, role: str) -> worker_pb2.PrefixUpdate:
-        update = self._prefix.update_from(self._cached[role])
+        update = worker_pb2.PrefixUpdate()
+        self._prefix.tell(update, self._cached[role])
         self._cached[role] = self._prefix.length
         return update
 

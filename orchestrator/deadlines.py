@@ -15,6 +15,14 @@ class Deadlines:
     def __init__(self) -> None:
         self._open: set[Limit] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one that runs. Asked for once: Python asks the system for the process each time."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def within(self, seconds: float) -> Limit:
         """`with` it, the running task gets a TimeoutError, as from `asyncio.timeout`, for what takes longer."""
@@ -52,7 +60,7 @@ class Limit:
         self._expired = False
 
     def __enter__(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._deadlines.loop
         task = asyncio.current_task(loop)
         assert task is not None
         self._task = task

@@ -91,10 +91,11 @@ class Decoder:
     async def rounds(self) -> AsyncGenerator[list[EmittedToken]]:
         """Yields the committed tokens of each round. Raises RequestFailed; the store's errors pass through, ConfigChanged with no
         round under way any more."""
+        loop = asyncio.get_running_loop()
         scored = await self._propose_and_verify()
         while True:
             finished_round = self._accept(scored)
-            ahead = None if self._finished else asyncio.create_task(self._propose_and_verify())
+            ahead = None if self._finished else loop.create_task(self._propose_and_verify())
             try:
                 await self._commit(finished_round)
                 yield self._committed(finished_round)

@@ -356,17 +356,8 @@ class Drafting:
             self._limit, self._limited = BlockLimit(), replica
         wanted, gamma = gamma, self._limit.of(gamma)
         opened = self._session.opened
-        item = draft_pb2.ProposeItem(
-            request_id=self._session.request_id,
-            cache_epoch=epoch,
-            prefix=prefix.update_from(self._session.cached_length),
-            sampling=None if opened and self._announced else self._sampling,
-            num_speculative_tokens=gamma,
-            look_ahead=self._policy.look_ahead and prefix.length + gamma < replica.info.context_length,
-            traceparent=record.traceparent,
-            cache_salt="" if opened else self._cache_salt,
-            stop_below=self._stop_below,
-        )
+        item = self._item(prefix, epoch, gamma, record.traceparent)
+        item.look_ahead = self._policy.look_ahead and prefix.length + gamma < replica.info.context_length
         self.asked, self._asked_at = gamma, time.monotonic()
         try:
             received = await replica.submit(item, self._policy.timeout)
@@ -391,6 +382,23 @@ class Drafting:
         proposed.replica, proposed.asked, proposed.wanted = replica, gamma, wanted
         proposed.longest = min(self._longest, replica.info.max_speculative_tokens)
         return proposed
+
+    def _item(self, prefix: Prefix, epoch: int, gamma: int, traceparent: str) -> draft_pb2.ProposeItem:
+        item = draft_pb2.ProposeItem(
+            request_id=self._session.request_id, cache_epoch=epoch, num_speculative_tokens=gamma
+        )
+        # In place: a message that is put into another is encoded and decoded for it. What a round mostly does without isn't even named.
+        prefix.tell(item.prefix, self._session.cached_length)
+        opened = self._session.opened
+        if not (opened and self._announced):
+            item.sampling.CopyFrom(self._sampling)
+        if not opened:
+            item.cache_salt = self._cache_salt
+        if traceparent:
+            item.traceparent = traceparent
+        if self._stop_below:
+            item.stop_below = self._stop_below
+        return item
 
     def _bears_with(self, replica: DraftReplica) -> bool:
         """Whether to stay with a draft that is late: not after another session had it benched, nor where this is its trial."""

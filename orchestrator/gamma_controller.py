@@ -101,11 +101,12 @@ class FixedGamma:
 
     def __init__(self, gamma: int, speed: SpeedEstimate) -> None:
         self._gamma = gamma
+        self._choice = Choice(gamma, "fixed", 0.0)
         self._speed = speed
 
     def choose(self, room: int, limit: int | None = None, to_read: int = 0) -> Choice:  # noqa: ARG002 - the block is cut, the wish stays
         """As asked, or less where less is left to generate."""
-        return Choice(min(self._gamma, room), "fixed", 0.0)
+        return self._choice if self._gamma <= room else Choice(room, "fixed", 0.0)
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """Nothing to learn for the request itself."""

@@ -76,7 +76,8 @@ class Metrics:
         self._generation_tokens = tally("tandem_generation_tokens", "Committed tokens", registry)
         emitted = TallyFamily("tandem_emitted_tokens", "Committed tokens by their kind", registry, "kind")
         drawn = [kind for kind in TokenKind if kind is not TokenKind.REPLAYED]
-        self._emitted: dict[TokenKind, Tally] = {kind: emitted.child(kind.name.lower()) for kind in drawn}
+        self._emitted: dict[int, Tally] = {kind.value: emitted.child(kind.name.lower()) for kind in drawn}
+        self._accepted_emitted = self._emitted[TokenKind.ACCEPTED.value]
         self._drafts = tally("tandem_spec_decode_num_drafts", "Rounds that had a block", registry)
         self._draft_tokens = tally("tandem_spec_decode_num_draft_tokens", "Draft tokens scored", registry)
         self._accepted = tally("tandem_spec_decode_num_accepted_tokens", "Draft tokens that became output", registry)
@@ -210,9 +211,9 @@ class Metrics:
         self._rounds[report.outcome].value += 1
         self._gamma.observe(drafted)
         self._generation_tokens.value += report.emitted
-        self._emitted[TokenKind.ACCEPTED].value += accepted
+        self._accepted_emitted.value += accepted
         if report.last_kind is not TokenKind.ACCEPTED:
-            self._emitted[report.last_kind].value += 1
+            self._emitted[int(report.last_kind)].value += 1  # an enum's own hash is as dear as all of this
         if drafted:
             self._drafts.value += 1
             self._draft_tokens.value += drafted

@@ -26,11 +26,9 @@ class Prefix:
         self._encoded += encoded_ids
         self._digest.append(encoded_ids)
 
-    def update_from(self, base_length: int) -> worker_pb2.PrefixUpdate:
-        """What a worker that holds the first `base_length` tokens must be told. The last token is always among it."""
+    def tell(self, update: worker_pb2.PrefixUpdate, base_length: int) -> None:
+        """Fills in, in its place, what a worker that holds the first `base_length` tokens must be told. The last token is always among it."""
         base_length = min(base_length, self.length - 1)
-        return worker_pb2.PrefixUpdate(
-            base_length=base_length,
-            token_ids=bytes(self._encoded[base_length * wire.TOKEN_BYTES :]),
-            digest=self._digest.digest(),
-        )
+        update.base_length = base_length
+        update.token_ids = bytes(self._encoded[base_length * wire.TOKEN_BYTES :])
+        update.digest = self._digest.digest()

@@ -63,11 +63,11 @@ class ReceivedProposal:
         return [_decoded(token, vocabulary_size) for token in self._tokens]
 
 
-def reader() -> Callable[[Any], ReceivedProposal | None]:
+def reader() -> Callable[[Any, Any], ReceivedProposal | None]:
     """Reads the items of one message; None where one holds an error."""
     alike: dict[int, _Alike] = {}
 
-    def read(item: draft_pb2.ProposalItem) -> ReceivedProposal | None:
+    def read(item: draft_pb2.ProposalItem, _: Any) -> ReceivedProposal | None:
         return ReceivedProposal(item.proposal, alike) if item.HasField("proposal") else None
 
     return read

@@ -182,7 +182,7 @@ class ScriptPipeline:
         """
         if self._closed:
             raise StoreUnavailable("the store is closed")
-        loop = asyncio.get_running_loop()
+        loop = self._deadlines.loop
         words = (b"EVALSHA", script.digest, len(keys), *keys, *args)
         call = _Call(script, words, loop.create_future(), repeat, keys[0] if keys else None, on_retry)
         if not self._batch:

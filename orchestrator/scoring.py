@@ -66,6 +66,9 @@ _AFRESH_REASONS = frozenset(
 """The session is given up, and a new one opened, elsewhere if there is another replica."""
 
 
+_NOTHING: wire.ProbArray = np.empty(0, dtype=np.float32)
+
+
 class TargetContractError(ValueError):
     """The target's answer isn't a distribution over what it was asked for."""
 
@@ -214,15 +217,19 @@ class Scoring:
         item = target_pb2.VerifyItem(
             request_id=self._session.request_id,
             cache_epoch=epoch,
-            prefix=prefix.update_from(self._session.cached_length),
-            sampling=None if self._session.opened and self._announced else self._sampling,
             draft_token_ids=wire.encode_ids(proposed.token_ids),
             support_ids=proposed.supports,
-            traceparent=traceparent,
-            cache_salt="" if self._session.opened else self._cache_salt,
         )
+        # In place: a message that is put into another is encoded and decoded for it. What a round mostly does without isn't even named.
+        prefix.tell(item.prefix, self._session.cached_length)
+        if not (self._session.opened and self._announced):
+            item.sampling.CopyFrom(self._sampling)
+        if not self._session.opened:
+            item.cache_salt = self._cache_salt
+        if traceparent:
+            item.traceparent = traceparent
         try:
-            received = await self._asked(replica, item, meanwhile)
+            received = await self._asked(replica, item, proposed, meanwhile)
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         sizes = [len(ids) // wire.TOKEN_BYTES for ids in proposed.supports]
@@ -234,12 +241,16 @@ class Scoring:
         return rows
 
     def _asked(
-        self, replica: TargetReplica, item: target_pb2.VerifyItem, meanwhile: Callable[[], None] | None
+        self,
+        replica: TargetReplica,
+        item: target_pb2.VerifyItem,
+        proposed: Proposed,
+        meanwhile: Callable[[], None] | None,
     ) -> asyncio.Future[ReceivedVerdict]:
         """Who awaits it had better not keep it: a failure in it would keep the frame that does, and with it the request's tokens."""
-        answer = replica.submit(item, self._policy.timeout)
+        answer = replica.submit(item, self._policy.timeout, proposed)
         if meanwhile is not None:
-            asyncio.get_running_loop().call_soon(meanwhile)  # behind whoever sends the item
+            answer.get_loop().call_soon(meanwhile)  # behind whoever sends the item
         return answer
 
     def _checked(self, received: ReceivedVerdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
@@ -255,7 +266,8 @@ class Scoring:
 
     def _decoded(self, row: target_pb2.TargetRow, size: int, with_logprobs: bool) -> TargetRow:
         try:
-            p = wire.decode_probs(row.support_probs, size)
+            data = row.support_probs
+            p = wire.decode_probs(data, size) if data or size else _NOTHING
             logprobs = self._decoded_logprobs(row, size) if with_logprobs else None
         except wire.WireError as error:
             raise TargetContractError(str(error)) from error

@@ -118,8 +118,9 @@ class WorkerKind(Generic[ItemT, AnswerT]):
     open_stream: Callable[[Any], Any]
     pack: Callable[[list[ItemT], list[str]], Any]
     """Builds a batch from items and from request ids to release."""
-    reader: Callable[[], Callable[[Any], AnswerT | None]]
-    """Makes what reads the items of one message: the answer in an item, None where that holds an error."""
+    reader: Callable[[], Callable[[Any, Any], AnswerT | None]]
+    """Makes what reads the items of one message: of an item, and of what was submitted with the one that it answers, the answer; None
+    where it holds an error."""
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class _Pending(Generic[AnswerT]):
     answer: asyncio.Future[AnswerT]
     deadline: float
     """On the loop's clock; infinite once it has passed."""
+    about: Any
 
 
 class Replica(Generic[ItemT, AnswerT]):
@@ -162,6 +164,7 @@ class Replica(Generic[ItemT, AnswerT]):
         self._on_change = on_change
         self._ready = False
         self._lost_at = -math.inf
+        self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._outbox: list[ItemT] = []
         self._releases: list[str] = []
@@ -196,17 +199,17 @@ class Replica(Generic[ItemT, AnswerT]):
         """Sessions that its cache has room for."""
         return self.info.slots if self.info is not None else 0
 
-    def submit(self, item: ItemT, seconds: float = math.inf) -> asyncio.Future[AnswerT]:
+    def submit(self, item: ItemT, seconds: float = math.inf, about: Any = None) -> asyncio.Future[AnswerT]:
         """Sends an item with this turn's batch. The future fails with ItemFailed, StreamLost or, after `seconds`, the same for
-        all items, with AnswerLate."""
+        all items, with AnswerLate. `about` is for who reads the answer."""
         if not self._ready:
             raise StreamLost(f"{self.role} {self.address} is not connected")
         key = (item.request_id, item.cache_epoch)
         self._give_up(key, "a later item took its place")
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         future: asyncio.Future[AnswerT] = loop.create_future()
         deadline = loop.time() + seconds
-        self._pending[key] = _Pending(future, deadline)
+        self._pending[key] = _Pending(future, deadline, about)
         if self._deadline_timer is None and seconds < math.inf:
             self._deadline_timer = loop.call_at(deadline, self._end_waits)
         self._outbox.append(item)
@@ -236,7 +239,7 @@ class Replica(Generic[ItemT, AnswerT]):
 
     def _end_waits(self) -> None:
         """Fails what has waited for too long, and sets the timer for the next one."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         now, self._deadline_timer = loop.time(), None
         for pending in self._pending.values():
             if pending.deadline == math.inf:
@@ -362,13 +365,13 @@ class Replica(Generic[ItemT, AnswerT]):
                 self._wake.clear()
             await call.write(self._kind.pack(items, releases))
 
-    def _resolve(self, result: Any, read: Callable[[Any], AnswerT | None]) -> None:
+    def _resolve(self, result: Any, read: Callable[[Any, Any], AnswerT | None]) -> None:
         pending = self._pending.pop((result.request_id, result.cache_epoch), None)
         if pending is None or pending.answer.done():
             return
         if pending.deadline == math.inf:
             self.bench.answered_late()
-        answer = read(result)
+        answer = read(result, pending.about)
         if answer is not None:
             pending.answer.set_result(answer)
         else:

@@ -77,6 +77,8 @@ class TargetRow:
     """If asked for; the rule doesn't read it."""
     dead_end: bool = False
     """The output has a form, and that allows nothing here: not to be drawn from."""
+    overlap: float | None = None
+    """sum_x min(p(x), q(x)), where it was worked out for many rows at once; the rule decides nothing by it."""
 
 
 @dataclass(slots=True)
@@ -178,7 +180,7 @@ def accept(
         token, accepted = _decide(drafted, row, u_accept, u_residual)
         token_ids.append(token)
         kinds.append(TokenKind.ACCEPTED if accepted else TokenKind.RECOVERED)
-        expected.append(float(np.add.reduce(np.minimum(row.p, drafted.q), 0, np.float64)))
+        expected.append(row.overlap if row.overlap is not None else _overlap(row.p, drafted.q))
         if not accepted:
             return Outcome(token_ids, kinds, len(token_ids) - 1, expected)
     token_ids.append(_bonus(look_ahead, rows[len(block)], *uniforms[len(block)]))
@@ -186,12 +188,22 @@ def accept(
     return Outcome(token_ids, kinds, len(block), expected)
 
 
+def overlaps(p: ProbArray, q: Sequence[ProbArray]) -> list[float]:
+    """`TargetRow.overlap` of rows on supports of one size, p of shape [n, k], q n times [k]."""
+    alike: list[float] = np.add.reduce(np.minimum(p, np.concatenate(q).reshape(p.shape)), 1, np.float64).tolist()
+    return alike
+
+
+def _overlap(p: ProbArray, q: ProbArray) -> float:
+    return float(np.add.reduce(np.minimum(p, q), 0, np.float64))
+
+
 def residual_weights(p: ProbArray, q: ProbArray, outside_mass: float) -> NDArray[np.float64]:
     """Unnormalised residual distribution over S and, last, the outside; p itself where p = q leaves no mass at all."""
     weights = np.empty(p.size + 1)
     np.maximum(p.astype(np.float64) - q, 0.0, out=weights[:-1])
     weights[-1] = outside_mass
-    if np.add.reduce(weights) > 0.0:
+    if outside_mass > 0.0 or np.add.reduce(weights) > 0.0:
         return weights
     # p = q up to rounding: a rejection has probability zero, and p is the law to draw from.
     weights[:-1] = p

@@ -7,6 +7,8 @@ Encoding a row of 64 costs about a microsecond this way; a packed varint field c
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -29,6 +31,8 @@ class WireError(ValueError):
 
 def encode_ids(ids: ArrayLike | Iterable[int]) -> bytes:
     """Token ids as consecutive uint32; raises OverflowError for an id outside of 32 bits."""
+    if type(ids) is list and sys.byteorder == "little":
+        return array("I", ids).tobytes()  # a round's few tokens, at a fraction of what numpy takes to look at a list
     return np.asarray(ids, dtype=_ID).tobytes()
 
 

@@ -1026,7 +1026,7 @@ def _fake_kind(stream: _FakeStream) -> WorkerKind[Any, Any]:
         stub=lambda channel: stream,
         open_stream=lambda stub: stub,
         pack=lambda items, releases: draft_pb2.ProposeBatch(items=items, release_request_ids=releases),
-        reader=lambda: lambda item: None,
+        reader=lambda: lambda item, about: None,
     )
 
 
