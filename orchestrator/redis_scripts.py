@@ -1,4 +1,5 @@
-"""Lua scripts on a Redis server: those asked for in one event-loop tick share one pipeline.
+"""Lua scripts on a Redis server: those asked for in one event-loop tick share one pipeline, with those of the ticks after it as long as
+more come in each.
 
 Every call is a small entry in its tick's batch, and one task per batch talks to the server, on a connection that only
 this task uses. A caller that is cancelled just stops waiting: it can neither cancel its neighbours nor leave a reply
@@ -206,7 +207,11 @@ class ScriptPipeline:
         await asyncio.gather(*self._deliveries, return_exceptions=True)
         await self._nodes.close()
 
-    def _flush(self) -> None:
+    def _flush(self, seen: int = 1) -> None:
+        if seen < len(self._batch) and not self._closed:
+            # More may come: an exchange costs as much as several calls.
+            self._deadlines.loop.call_soon(self._flush, len(self._batch))
+            return
         batch = [call for call in self._batch if not call.reply.done()]
         self._batch = []
         if batch:

@@ -1,7 +1,7 @@
 """One long-lived, packed, bidirectional stream to one replica of a worker service.
 
-All items that become ready in one turn of the event loop leave in one message: a round of 64 requests costs 0.7 ms this
-way and 12-18 ms with unary calls. The stream reconnects by itself; what was in flight when it broke fails with
+All items that become ready in one turn of the event loop leave in one message, with those of the turns after it as long as more come in
+each: a round of 64 requests costs 0.7 ms this way and 12-18 ms with unary calls. The stream reconnects by itself; what was in flight when it broke fails with
 StreamLost, and `generation` tells sessions that the replica has forgotten them.
 """
 
@@ -357,6 +357,7 @@ class Replica(Generic[ItemT, AnswerT]):
     async def _write(self, call: Any) -> None:
         while True:
             await self._wake.wait()
+            await self._gathered()
             count = _first_batch(self._outbox)
             items = self._outbox[:count]
             del self._outbox[:count]
@@ -364,6 +365,13 @@ class Replica(Generic[ItemT, AnswerT]):
             if not self._outbox:
                 self._wake.clear()
             await call.write(self._kind.pack(items, releases))
+
+    async def _gathered(self) -> None:
+        """Returns as soon as a turn brings no more items; at once for a lone one. A message costs as much as several items, at either end."""
+        seen = 1
+        while seen < len(self._outbox) < MAX_ITEMS_PER_BATCH:
+            seen = len(self._outbox)
+            await asyncio.sleep(0)
 
     def _resolve(self, result: Any, read: Callable[[Any, Any], AnswerT | None]) -> None:
         pending = self._pending.pop((result.request_id, result.cache_epoch), None)
