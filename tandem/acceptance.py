@@ -130,19 +130,9 @@ def are_supports(support_ids: IdArray, vocabulary_size: int) -> bool:
     )
 
 
-def check_law(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray, vocabulary_size: int) -> list[Drafted]:
-    """The other half of `check_drafted`: of what `are_supports`, each row of q is a distribution, and its token has mass. Raises DraftContractError with
-    the fault."""
-    drafted = drawn_from_laws(token_ids, support_ids, q)
-    if drafted is not None:
-        return drafted
-    # Something is wrong: the check one by one says what.
-    rows = zip(token_ids, support_ids, q, strict=True)
-    return [check_drafted(token_id, ids, probs, vocabulary_size) for token_id, ids, probs in rows]
-
-
 def drawn_from_laws(token_ids: Sequence[int], support_ids: IdArray, q: ProbArray) -> list[Drafted] | None:
-    """What `check_law` makes of rows that are good; None where anything is wrong with any."""
+    """The other half of `check_drafted`: of what `are_supports`, whether each row of q is a distribution, and its token has mass. None where
+    anything is wrong with any of them, which the check one by one tells."""
     try:
         tokens = np.array(token_ids, dtype=np.uint32)  # as the ids are, or all of those would be made what these are
     except OverflowError:
