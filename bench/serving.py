@@ -112,9 +112,11 @@ async def _adaptive_cases(bench: _Bench, cases: Sequence[ServingCase]) -> list[A
         turns = []
         for turn in range(bench.options.repeats + 1):
             first = 1000 * turn + 700
+            sides = list(dict.fromkeys((0, None, best)))
+            begin = turn % len(sides)  # else what comes first would always be the same
             loads = {
                 gamma: await _load(bench, bench.together, _requests(bench, concurrency, gamma, first))
-                for gamma in dict.fromkeys((0, None, best))
+                for gamma in sides[begin:] + sides[:begin]
             }
             turns.append(Turn(loads[0], loads[None], loads[best]))
         found.append(adaptive_case(concurrency, best, turns))
