@@ -131,12 +131,13 @@ class Decoder:
 
     async def _propose_and_verify(self) -> _Scored:
         # One token comes from the target's own row, so a block longer than the rest is work for nothing.
-        choice = self._gamma.choose(self._remaining - 1, self._drafting.limit)
+        drafting = self._drafting
+        choice = self._gamma.choose(self._remaining - 1, drafting.limit, drafting.to_read(self._prefix))
         record = self._recorder.begin_round(self._epoch)
         record.chosen(choice)
         began = perf_counter()
         longest = self._plan.num_speculative_tokens
-        proposed = await self._drafting.propose(self._prefix, self._epoch, choice, longest, record)
+        proposed = await drafting.propose(self._prefix, self._epoch, choice, longest, record)
         asked = perf_counter()
         if proposed is DECLINED:
             record.declined()

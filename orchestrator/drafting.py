@@ -371,7 +371,7 @@ class Drafting:
         self._announced, proposal = True, received.message
         # What was unread after a block at no time is mostly read since, but for a long prompt.
         few = prefix.length - self._session.cached_length <= ORDINARY_TOKENS
-        self.ordinary = opened and few and self._to_read(prefix) <= SHORT_READ
+        self.ordinary = opened and few and self.to_read(prefix) <= SHORT_READ
         self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
@@ -420,9 +420,9 @@ class Drafting:
 
     def _blame_for_time(self, prefix: Prefix) -> _Blame:
         """One that has much to read may take its time."""
-        return _Blame.STRIKE if self._to_read(prefix) <= SHORT_READ else _Blame.NONE
+        return _Blame.STRIKE if self.to_read(prefix) <= SHORT_READ else _Blame.NONE
 
-    def _to_read(self, prefix: Prefix) -> int:
+    def to_read(self, prefix: Prefix) -> int:
         """Tokens that the draft's model may have to read before its block."""
         return min(prefix.length, prefix.length - self._session.cached_length + self._unread)
 

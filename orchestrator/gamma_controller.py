@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .round_costs import RoundCosts, RoundTimes
+from .round_costs import ORDINARY_TOKENS, RoundCosts, RoundTimes
 from .speed_estimate import SpeedEstimate
 
 _FADE = 0.96
@@ -85,8 +85,9 @@ REASONS = ("fixed", "best", "trial", "unknown_cost")
 class GammaPolicy(Protocol):
     """How a request comes by its gamma."""
 
-    def choose(self, room: int, limit: int | None = None) -> Choice:
-        """The gamma of the next round, at most `room`. `limit`, 1 or more: blocks are cut to so many tokens at present."""
+    def choose(self, room: int, limit: int | None = None, to_read: int = 0) -> Choice:
+        """The gamma of the next round, at most `room`. `limit`, 1 or more: blocks are cut to so many tokens at present. `to_read`:
+        tokens that the draft would have to read first."""
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round that got the block it asked for: the acceptance probability of each position reached."""
@@ -103,7 +104,7 @@ class FixedGamma:
         self._choice = Choice(gamma, "fixed", 0.0)
         self._speed = speed
 
-    def choose(self, room: int, limit: int | None = None) -> Choice:  # noqa: ARG002 - the block is cut, the wish stays
+    def choose(self, room: int, limit: int | None = None, to_read: int = 0) -> Choice:  # noqa: ARG002 - the block is cut, the wish stays
         """As asked, or less where less is left to generate."""
         return self._choice if self._gamma <= room else Choice(room, "fixed", 0.0)
 
@@ -251,7 +252,7 @@ class AdaptiveGamma:
         """Seconds that trials were expected to cost beyond what they bring."""
         self._trial_expected: float | None = None
 
-    def choose(self, room: int, limit: int | None = None) -> Choice:
+    def choose(self, room: int, limit: int | None = None, to_read: int = 0) -> Choice:
         """Looks at a few block sizes around the last one, of those that are not cut. One that was best before it would be is
         still chosen, to be had again once it isn't; a trial is of what the draft will be asked for."""
         longest = wanted = min(self._longest, room)
@@ -272,8 +273,11 @@ class AdaptiveGamma:
         self._settle(rates, cut=cut)
         gamma = min(self._gamma, wanted)
         speedup = rates[min(gamma, longest)] / rates[0]
+        reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
         if gamma == 0:
-            return self._perhaps_a_trial(tokens, seconds, rates, room)
+            return self._perhaps_a_trial(tokens, seconds, rates, room, reading)
+        if reading and reading > room * seconds[0] * (1.0 - 1.0 / speedup):
+            return Choice(0, "best", 1.0)  # more than blocks would save until the end
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
         return Choice(gamma, "best", speedup, _worth(max(rates), whole, acceptance))
@@ -308,13 +312,15 @@ class AdaptiveGamma:
                 self._interval, self._since_trial = _FIRST_INTERVAL, 0
             self._gamma = best
 
-    def _perhaps_a_trial(self, tokens: list[float], seconds: list[float], rates: list[float], room: int) -> Choice:
+    def _perhaps_a_trial(
+        self, tokens: list[float], seconds: list[float], rates: list[float], room: int, reading: float
+    ) -> Choice:
         self._since_trial += 1
         if self._since_trial < self._interval or len(rates) < 2:
             return Choice(0, "best", 1.0)
         candidates = range(1, min(len(rates) - 1, _LONGEST_TRIAL) + 1)
         trial = max(candidates, key=rates.__getitem__)
-        lost = seconds[trial] * (1.0 - rates[trial] / rates[0])
+        lost = reading + seconds[trial] * (1.0 - rates[trial] / rates[0])
         too_soon = lost > _TRIAL_PRICE * self._since_trial * seconds[0]
         if too_soon or self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) * seconds[0]:
             return Choice(0, "best", 1.0)
