@@ -21,6 +21,7 @@ from .caller import Heard
 from .progress import steps
 from .prompts import PromptClass, prompt_class
 from .running_pair import Ahead, ModelPair, RunningPair, Way, running_pair
+from .services import NotMeasured
 from .statistic import median
 from .tables import Goal, results_table
 
@@ -153,6 +154,8 @@ def ahead_row(
 
 def _rate(heard: Heard) -> float:
     """Tokens a second, after the first response."""
+    if len(heard.arrivals) < 2:
+        raise NotMeasured("a completion came in one response: it needs more tokens")
     return sum(heard.tokens[1:]) / (heard.arrivals[-1] - heard.arrivals[0])
 
 

@@ -47,10 +47,10 @@ def _model(settings: DraftConfig) -> Prepared:
     ngram = NgramDrafter(model.vocabulary_size, settings.max_speculative_tokens)
     both = CombinedDrafter(drafter, ngram, model.vocabulary_size, stats)
     idle = CatchUp(settings.prefill_chunk, stats, ahead)
-    return Prepared(model, both, limits, displace=True, idle=idle, stats=stats)
+    return Prepared(model, both, limits, displace=True, idle=idle, stats=stats, reads_later=True)
 
 
 def _ngram(settings: DraftConfig) -> Prepared:
     model = loading.load_tokens_alone(settings.model_options(), partial(TokensAlone, settings.slots))
     drafter = NgramDrafter(model.vocabulary_size, settings.max_speculative_tokens)
-    return Prepared(model, drafter, StepLimits(prefill_chunk=_FREE_TOKENS_CHUNK), displace=True)
+    return Prepared(model, drafter, StepLimits(prefill_chunk=_FREE_TOKENS_CHUNK), displace=True, reads_later=True)

@@ -371,7 +371,7 @@ class Drafting:
         self._announced, proposal = True, received.message
         # What was unread after a block at no time is mostly read since, but for a long prompt.
         few = prefix.length - self._session.cached_length <= ORDINARY_TOKENS
-        self.ordinary = opened and few and self.to_read(prefix) <= SHORT_READ
+        self.ordinary = opened and few and self._to_read(prefix) <= SHORT_READ
         self._unread = proposal.unread_tokens
         self.worker_time = WorkerTime.of(proposal)
         self._session.cached_length = proposal.cached_length
@@ -420,9 +420,18 @@ class Drafting:
 
     def _blame_for_time(self, prefix: Prefix) -> _Blame:
         """One that has much to read may take its time."""
-        return _Blame.STRIKE if self.to_read(prefix) <= SHORT_READ else _Blame.NONE
+        return _Blame.STRIKE if self._to_read(prefix) <= SHORT_READ else _Blame.NONE
 
     def to_read(self, prefix: Prefix) -> int:
+        """Tokens that a block would have to wait for its model to read, as far as is known: none where it may come without, or
+        where they are being read."""
+        replica = self._session.replica
+        infos = [each.info for each in ([replica] if replica is not None else self._pool.replicas)]
+        if self._late is not None or any(info is not None and info.reads_later for info in infos):
+            return 0
+        return self._to_read(prefix)
+
+    def _to_read(self, prefix: Prefix) -> int:
         """Tokens that the draft's model may have to read before its block."""
         return min(prefix.length, prefix.length - self._session.cached_length + self._unread)
 

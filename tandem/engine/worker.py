@@ -44,6 +44,8 @@ class Loaded:
     engine: Engine[Any]
     end: Callable[[bool], None] = lambda _: None
     """Called once the engine has been stopped, with whether its thread has ended: ends what else belongs to the model."""
+    reads_later: bool = False
+    """Whether blocks may come before the model has read the prefix."""
 
 
 class WorkerState:
@@ -64,7 +66,8 @@ class WorkerState:
 
     async def model_info(self, context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.GetModelInfoResponse:
         """Answers GetModelInfo, or aborts with UNAVAILABLE."""
-        model = (await self._ready(context)).model
+        loaded = await self._ready(context)
+        model = loaded.model
         return worker_pb2.GetModelInfoResponse(
             model=model.name,
             vocabulary_size=model.vocabulary_size,
@@ -77,6 +80,7 @@ class WorkerState:
             slots=model.slots,
             max_speculative_tokens=self._max_speculative_tokens,
             sampling_version=SAMPLING_VERSION,
+            reads_later=loaded.reads_later,
         )
 
     async def serve_stream(

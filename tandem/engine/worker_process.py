@@ -47,6 +47,8 @@ class Prepared:
     idle: IdleWork | None = None
     stats: DraftStats | None = None
     """What the method counts, for the metrics."""
+    reads_later: bool = False
+    """Whether blocks may come before the model has read the prefix."""
     gather: bool = False
     """Whether steps wait a moment for sessions that are about to come back."""
 
@@ -119,7 +121,7 @@ def main(worker: Worker[Any]) -> int:
             engine.stats.compiled = prepared.model.compile_stats
         if prepared.model.group is not None:
             prepared.model.group.watch(partial(_rank_lost, loop, on_death))
-        return Loaded(prepared.model, engine, lambda stopped: prepared.model.end(stopped=stopped))
+        return Loaded(prepared.model, engine, lambda stopped: prepared.model.end(stopped=stopped), prepared.reads_later)
 
     prefix = f"TANDEM_{settings.role.upper()}"
     spec = WorkerSpec(

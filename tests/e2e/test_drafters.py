@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.v1 import sampling_pb2
+from tandem.v1 import draft_pb2_grpc, sampling_pb2, worker_pb2
 from tests.support.channels import open_channel
 from tests.support.generation import generate_all, request
 from tests.support.ports import free_port
@@ -65,6 +65,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = tmp_path_factory.mktemp(request.param)
         services = stack.enter_context(running_stack(folder, TARGET, TARGET, environment))
         channel = stack.enter_context(open_channel(services.orchestrator.address))
+        draft = draft_pb2_grpc.DraftServiceStub(stack.enter_context(open_channel(services.draft.address)))
+        assert draft.GetModelInfo(worker_pb2.GetModelInfoRequest()).reads_later
         yield Served(channel, request.param, f"http://{metrics}/metrics")
 
 

@@ -98,6 +98,7 @@ def test_the_vocabulary_is_that_of_the_model(tmp_path: Path, head: int) -> None:
         config.load(DraftConfig, [], {"TANDEM_DRAFT_MODEL": str(folder), "TANDEM_DRAFT_METHOD": "ngram"})
     )
     assert tokens == 512
+    assert prepared.reads_later
     assert prepared.model.vocabulary_size == min(tokens, head)
     assert prepared.model.padded_vocabulary_size == prepared.model.lm.padded_vocabulary_size == head
     full = model_info.token_strings(AutoTokenizer.from_pretrained(folder))

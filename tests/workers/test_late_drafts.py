@@ -82,6 +82,10 @@ class Request:
         assert self.drafting._late[0].done()
 
     @property
+    def to_read(self) -> int:
+        return self.drafting.to_read(self._prefix)
+
+    @property
     def replica(self) -> Any:
         return self.drafting._session.replica
 
@@ -155,6 +159,22 @@ async def test_two_drafts_with_many_to_serve_are_asked_for_less_and_not_benched(
     assert [len(block.drafted) for block in blocks] == [1] * 4
     assert [request.record.told[-1] for request in requests] == ["short: 1"] * 4
     assert [replica.bench.benchings for replica in pool.replicas] == [0, 0]
+
+
+async def test_what_a_block_would_have_to_wait_for_the_model_to_read(
+    pool: DraftPool, answers_pass: threading.Event
+) -> None:
+    fresh, known, late = (Request(f"reader-{number}", pool) for number in range(3))
+    assert fresh.to_read == 20
+    await known.round(2, patient=True)
+    assert known.to_read <= 2
+    await _all_late([late], LONGEST, answers_pass)
+    assert late.to_read == 0, "it is at it"
+    assert fresh.to_read == 20
+    for replica in pool.replicas:
+        assert replica.info is not None
+        replica.info.reads_later = True
+    assert fresh.to_read == 0
 
 
 async def test_a_silent_draft_is_benched_by_those_who_ask_again(pool: DraftPool, answers_pass: threading.Event) -> None:
