@@ -274,9 +274,10 @@ class AdaptiveGamma:
         gamma = min(self._gamma, wanted)
         speedup = rates[min(gamma, longest)] / rates[0]
         reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
-        # Not where that takes more than blocks would save until the end.
-        if gamma == 0 or (reading and reading > room * seconds[0] * (1.0 - 1.0 / speedup)):
+        if gamma == 0:
             return self._perhaps_a_trial(tokens, seconds, rates, room, reading)
+        if reading and reading > room * seconds[0] * (1.0 - 1.0 / speedup):
+            return Choice(0, "best", 1.0)  # that takes more than blocks would save until the end
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
         return Choice(gamma, "best", speedup, _worth(max(rates), whole, acceptance))

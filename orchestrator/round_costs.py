@@ -261,7 +261,8 @@ class RoundCosts:
     def reading_seconds(self, tokens: int) -> float:
         """What so many tokens of a prefix would take the draft, if all requests had as many; far beyond the forwards that were
         timed, so no more than a guess."""
-        return self._draft.seconds(self._target_batch.value * tokens)
+        # Blocks that came at no time say nothing of it.
+        return max(1.0, self._draft_wait.value) * self._draft.seconds(self._target_batch.value * tokens)
 
     def _observe_draft(self, block: int, waited: float, draft: WorkerTime | None) -> None:
         if draft is None:
