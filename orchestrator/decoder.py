@@ -4,7 +4,8 @@ The commit is the only point where tokens become real, and only what the caller 
 proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away. It fails too where the
 request's sampling was changed since the round began: neither round counts then, and a new decoder goes on from what is committed.
 
-A block is checked while the target verifies it, or among many requests just before it is sent, and the verification of what turns out to be no block is void.
+A block is checked while the target verifies it, or among many requests just before it is sent, and the verification of what
+turns out to be no block is void.
 
 The next round's first item leaves as soon as the tokens are known: their text is made while it is answered. Only where they may end
 the completion, which the text may have to tell, it is made first.

@@ -250,9 +250,8 @@ class Scoring:
         """Who awaits it had better not keep it: a failure in it would keep the frame that does, and with it the request's tokens."""
         answer = replica.submit(item, self._policy.timeout, proposed)
         if meanwhile is not None:
-            answer.get_loop().call_soon(
-                meanwhile
-            )  # behind whoever sends a lone item; with others in its turn it may be before
+            # Behind whoever sends a lone item; with others in its turn it may be before.
+            answer.get_loop().call_soon(meanwhile)
         return answer
 
     def _checked(self, received: ReceivedVerdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
