@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 _LANES_STREAM = 0
 _GUMBEL_STREAM = 1
 _SEED_STREAM = 2
+_ROUNDING = np.float32(1e-3)
+"""More than the rounding of a sum of noise and score, neither of which that decides is above 40."""
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -69,10 +71,11 @@ def lane_uniforms(seeds: Sequence[int], positions: Sequence[int], lane: Lane) ->
     Making a generator costs several times what moving it does, and the next position needs not even that.
     """
     words = np.empty(len(seeds), dtype=np.uint64)
-    generator = _philox(0, _lanes_counter(0))
-    last: tuple[int, int] | None = None
+    generator, last = None, (0, 0)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        if last != (seed, position - 1):
+        if generator is None:
+            generator = _philox(seed, _lanes_counter(position))
+        elif last != (seed, position - 1):
             _move(generator, seed, _lanes_counter(position))
         words[row] = generator.random_raw(_LANES)[lane]
         last = (seed, position)
@@ -95,11 +98,28 @@ def gumbel_noise_at(
     The logarithms, most of its cost, are taken for these ids alone.
     """
     words = np.empty(token_ids.shape, dtype=np.uint64)
-    generator = _philox(0, _gumbel_counter(0))
+    generator = None
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        _move(generator, seed, _gumbel_counter(position))
+        if generator is None:
+            generator = _philox(seed, _gumbel_counter(position))
+        else:
+            _move(generator, seed, _gumbel_counter(position))
         words[row] = generator.random_raw(int(token_ids[row].max(initial=0)) + 1)[token_ids[row]]
     return _gumbel(words)
+
+
+def gumbel_argmax(scores: NDArray[np.float32], seed: int, position: int) -> int:
+    """The argmax of scores [V] plus `gumbel_noise(seed, position, V)`. No score is above 0, and one is 0.
+
+    Noise grows with the words that it is made of, so the logarithms, most of its cost, are taken only for the scores that
+    the largest noise could lift above a sum that is there.
+    """
+    words = _philox(seed, _gumbel_counter(position)).random_raw(scores.size)
+    likeliest, loudest = scores.argmax(), words.argmax()
+    noise = _gumbel(words[[likeliest, loudest]])
+    reached = max(noise[0], scores[loudest] + noise[1])
+    places = np.flatnonzero(scores >= reached - noise[1] - _ROUNDING)
+    return int(places[(scores[places] + _gumbel(words[places])).argmax()])
 
 
 def completion_seed(seed: int, index: int) -> int:

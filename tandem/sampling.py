@@ -15,7 +15,7 @@ Three ways to read a row, chosen from its parameters:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tandem import host_rows
 from tandem.acceptance import Drafted, RowLogprobs, TargetRow
 from tandem.logit_adjustments import Adjustments, adjust
 from tandem.logprobs import LogprobParams, LogprobsMode, row_logprobs
@@ -125,22 +126,48 @@ def target_rows(
     """
     if len(params) == 0:
         return []
-    support = _pad_supports(supports, vocabulary_size)
+    _check_supports(supports, vocabulary_size)
     scores, dead_ends = _scores(logits, params, positions, vocabulary_size, contexts)
-    batch = _Batch.make(params, positions, Lane.OUTSIDE, scores, torch.from_numpy(support))
-    readings = _readings(scores, batch)
-    _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE)
+    here, there = _split(scores, [host_rows.reads(each, vocabulary_size) for each in params])
+    rows: dict[int, TargetRow] = {}
+    if here:
+        host = scores.numpy()
+        rows = {row: host_rows.read(row, host[row], params[row], positions[row], supports[row]) for row in here}
+    if there:
+        rows |= zip(there, _target_rows(scores, params, positions, supports, there), strict=True)
+    for row in dead_ends:
+        rows[row].dead_end = True
+    for row, logprobs in _logprobs(logits, scores, params, positions, rows, supports).items():
+        rows[row].logprobs = logprobs
+    return [rows[row] for row in range(len(params))]
+
+
+def _target_rows(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    supports: Sequence[IdArray],
+    chosen: list[int],
+) -> list[TargetRow]:
+    """The chosen ones of the rows."""
+    support = _pad_supports([supports[row] for row in chosen], scores.shape[-1])
+    batch = _Batch.make(
+        [params[row] for row in chosen],
+        [positions[row] for row in chosen],
+        Lane.OUTSIDE,
+        scores,
+        torch.from_numpy(support),
+    )
+    readings = _readings(_take(scores, chosen), batch)
+    _check_finite(readings[:, _Column.STATUS] == _Status.NOT_FINITE, chosen)
     on_support = readings[:, len(_Column) :].astype(np.float32)
-    logprobs = _logprobs(logits, scores, batch, readings[:, _Column.OUTSIDE_TOKEN], supports)
     return [
         TargetRow(
-            on_support[row, : ids.size],
+            probs[: supports[row].size],
             float(reading[_Column.OUTSIDE_MASS]),
             int(reading[_Column.OUTSIDE_TOKEN]),
-            logprobs.get(row),
-            row in dead_ends,
         )
-        for row, (ids, reading) in enumerate(zip(supports, readings, strict=True))
+        for row, probs, reading in zip(chosen, on_support, readings, strict=True)
     ]
 
 
@@ -174,10 +201,36 @@ def draft_tokens_and_confidences(
     if len(params) == 0:
         return [], []
     scores, _ = _scores(logits, params, positions, vocabulary_size, contexts)
-    batch = _Batch.make(params, positions, Lane.DRAFT, scores, torch.empty(len(params), 0, dtype=torch.int64))
     size = min(support_size, vocabulary_size)
+    here, there = _split(scores, [host_rows.drafts(each) for each in params])
+    drawn: dict[int, tuple[Drafted, float]] = {}
+    if here:
+        host = scores.numpy()
+        drawn = {
+            row: host_rows.draft(row, host[row], params[row], positions[row], size, confident=row in confident)
+            for row in here
+        }
+    if there:
+        drawn |= zip(there, _draft_tokens(scores, params, positions, size, confident, there), strict=True)
+    drafted, confidences = zip(*(drawn[row] for row in range(len(params))), strict=True)
+    return list(drafted), list(confidences)
+
+
+def _draft_tokens(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    size: int,
+    confident: Sequence[int],
+    chosen: list[int],
+) -> list[tuple[Drafted, float]]:
+    """Of the chosen ones of the rows."""
+    scores, params = _take(scores, chosen), [params[row] for row in chosen]
+    no_support = torch.empty(len(params), 0, dtype=torch.int64)
+    batch = _Batch.make(params, [positions[row] for row in chosen], Lane.DRAFT, scores, no_support)
+    asked = [index for index, row in enumerate(chosen) if row in confident]
     # [:, 0] ids, [:, 1] log-weights; what a row leaves unused has no weight. Beside them confidences, if any are wanted.
-    packed = torch.full((len(params), 2, size + bool(confident)), _NO_LOGIT, dtype=torch.float64, device=scores.device)
+    packed = torch.full((len(params), 2, size + bool(asked)), _NO_LOGIT, dtype=torch.float64, device=scores.device)
     for propose, rows in (
         (_propose_greedy, [row for row, each in enumerate(params) if each.temperature == 0.0]),
         (_propose_sampled, [row for row, each in enumerate(params) if each.temperature != 0.0]),
@@ -185,17 +238,16 @@ def draft_tokens_and_confidences(
         if rows:
             proposal = propose(_take(scores, rows), batch.take(rows), size)
             packed[torch.tensor(rows, device=scores.device), :, : proposal.shape[-1]] = proposal
-    if confident:
-        chosen = list(confident)
-        packed[torch.tensor(chosen, device=scores.device), 1, size] = _log_confidences(
-            _take(scores, chosen), batch.take(chosen)
+    if asked:
+        packed[torch.tensor(asked, device=scores.device), 1, size] = _log_confidences(
+            _take(scores, asked), batch.take(asked)
         )
     host: NDArray[np.float64] = packed.cpu().numpy()
-    _check_finite(~np.isfinite(host[:, 1, 0]))
+    _check_finite(~np.isfinite(host[:, 1, 0]), chosen)
     confidences = np.ones(len(params))
-    if confident:
-        confidences[list(confident)] = np.exp(host[list(confident), 1, size])
-    return _draw_drafted(host[:, 0, :size], host[:, 1, :size], batch), confidences.tolist()
+    if asked:
+        confidences[asked] = np.exp(host[asked, 1, size])
+    return list(zip(_draw_drafted(host[:, 0, :size], host[:, 1, :size], batch), confidences.tolist(), strict=True))
 
 
 # --- Rows and their parameters ---------------------------------------------------------------------------------------
@@ -296,17 +348,30 @@ class _Batch:
         return torch.from_numpy(noise).to(device)
 
 
+def _check_supports(supports: Sequence[IdArray], vocabulary_size: int) -> None:
+    for row, ids in enumerate(supports):
+        if ids.size and int(np.maximum.reduce(ids)) >= vocabulary_size:
+            raise ValueError(f"row {row}: the support holds an id outside of the vocabulary")
+
+
 def _pad_supports(supports: Sequence[IdArray], vocabulary_size: int) -> NDArray[np.int64]:
     """[R, max k], padded with an id just outside of the vocabulary."""
-    width = max((ids.size for ids in supports), default=0)
+    width = max(ids.size for ids in supports)
     padded = np.full((len(supports), width), vocabulary_size, dtype=np.int64)
     for row, ids in enumerate(supports):
         padded[row, : ids.size] = ids
-    paddings = (padded >= vocabulary_size).sum(axis=-1)
-    for row, ids in enumerate(supports):
-        if paddings[row] > width - ids.size:
-            raise ValueError(f"row {row}: the support holds an id outside of the vocabulary")
     return padded
+
+
+def _split(scores: Tensor, readable: list[bool]) -> tuple[list[int], list[int]]:
+    """Which rows `host_rows` reads, of those that it could, and which are read here."""
+    if not _on_host(scores):
+        return [], list(range(len(readable)))
+    return [row for row, yes in enumerate(readable) if yes], [row for row, yes in enumerate(readable) if not yes]
+
+
+def _on_host(scores: Tensor) -> bool:
+    return bool(scores.device.type == "cpu")
 
 
 def _scores(
@@ -341,10 +406,10 @@ def _take(tensor: Tensor, rows: list[int]) -> Tensor:
     return tensor[torch.tensor(rows, device=tensor.device)]
 
 
-def _check_finite(faulty: NDArray[np.bool_]) -> None:
+def _check_finite(faulty: NDArray[np.bool_], rows: list[int]) -> None:
+    """Raises ValueError with the first of `rows` that is faulty."""
     if faulty.any():
-        row = int(np.argmax(faulty))
-        raise ValueError(f"row {row}: the logits make no distribution: NaN, +inf, or no token left")
+        raise host_rows.no_distribution(rows[int(np.argmax(faulty))])
 
 
 # --- Distributions ---------------------------------------------------------------------------------------------------
@@ -597,23 +662,27 @@ def _mark_incomplete(reading: Tensor, candidates: _Candidates) -> Tensor:
 def _logprobs(
     logits: Tensor,
     scores: Tensor,
-    batch: _Batch,
-    outside_tokens: NDArray[np.float64],
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    rows: Mapping[int, TargetRow],
     supports: Sequence[IdArray],
 ) -> dict[int, RowLogprobs]:
     """For the rows that ask for them. `logits` are the model's, `scores` adjusted and without suppressed tokens."""
     found: dict[int, RowLogprobs] = {}
-    wanted = {row: each.logprobs for row, each in enumerate(batch.params) if each.logprobs is not None}
+    wanted = {row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None}
     if not wanted:
         return found
-    warm = [each.temperature > 0.0 for each in batch.params]
+    batch = _Batch.make(
+        params, positions, Lane.OUTSIDE, scores, torch.empty(len(params), 0, dtype=torch.int64)
+    )  # of which no draw is made
+    warm = [each.temperature > 0.0 for each in params]
     raw = [row for row, each in wanted.items() if each.mode is LogprobsMode.RAW]
     drawn_from = [row for row in wanted if row not in raw and warm[row]]
     greedy = [row for row in wanted if row not in raw and not warm[row]]
-    for rows, scores_of in ((raw, _raw_scores), (drawn_from, _drawn_scores), (greedy, _greedy_scores)):
-        if rows:
-            asked = [(supports[row], int(outside_tokens[row]), wanted[row]) for row in rows]
-            found.update(zip(rows, row_logprobs(scores_of(logits, scores, batch, rows), asked), strict=True))
+    for chosen, scores_of in ((raw, _raw_scores), (drawn_from, _drawn_scores), (greedy, _greedy_scores)):
+        if chosen:
+            asked = [(supports[row], rows[row].outside_token_id, wanted[row]) for row in chosen]
+            found.update(zip(chosen, row_logprobs(scores_of(logits, scores, batch, chosen), asked), strict=True))
     return found
 
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from tandem import acceptance, sampling
+from tandem import acceptance, host_rows, sampling
 from tandem.acceptance import (
     DraftContractError,
     Drafted,
@@ -313,7 +313,8 @@ def test_a_draft_that_shares_the_lane_of_acceptance_is_caught(models: Models, mo
     def same_lane(seeds: Sequence[int], positions: Sequence[int], lane: Lane) -> NDArray[np.float64]:
         return lane_uniforms(seeds, positions, Lane.ACCEPT if lane is Lane.DRAFT else lane)
 
-    monkeypatch.setattr(sampling, "lane_uniforms", same_lane)
+    for reader in (sampling, host_rows):
+        monkeypatch.setattr(reader, "lane_uniforms", same_lane)
     pairs = generate(models, SETTINGS["plain"], range(FEWER_TRIALS), 2)
     assert p_value(pairs, law_of_pairs(models, make_params())) < CAUGHT
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tandem.randomness import Lane, UniformsAhead, gumbel_noise, gumbel_noise_at, lane_uniforms, uniforms
+from tandem.randomness import (
+    Lane,
+    UniformsAhead,
+    gumbel_argmax,
+    gumbel_noise,
+    gumbel_noise_at,
+    lane_uniforms,
+    uniforms,
+)
 
 SEEDS = (0, 1, 2**32, 2**64 - 1)
 WORD = 2**64
@@ -121,6 +129,20 @@ def test_gumbel_noise_of_some_ids_is_that_of_all(count: int) -> None:
     assert some.shape == ids.shape
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         assert (some[row] == gumbel_noise(seed, position, 49_152)[ids[row]]).all()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0, 100.0, 1e30])
+@pytest.mark.parametrize("size", [1, 7, 3000, 49_152])
+def test_the_argmax_with_noise_is_that_of_all_sums(size: int, spread: float) -> None:
+    rng = np.random.default_rng(3)
+    for position in range(12):
+        scores = (rng.standard_normal(size) * spread).astype(np.float32)
+        if position % 3 == 1:
+            scores[rng.random(size) < 0.9] = -np.inf
+            scores[size // 2] = 0.0
+        scores -= scores.max()
+        sums = scores + gumbel_noise(5, position, size)
+        assert gumbel_argmax(scores, 5, position) == sums.argmax()
 
 
 def test_gumbel_noise_is_gumbel() -> None:

@@ -74,6 +74,13 @@ def stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
+@pytest.fixture(params=["host", "device"], autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows in a CPU's memory are read as such, or all as a device's are."""
+    if request.param == "device":
+        monkeypatch.setattr(sampling, "_on_host", lambda _: False)
+
+
 def from_row(row: TargetRow, support: NDArray[np.uint32], reference: NDArray[np.float64]) -> float:
     """Largest deviation of a target row from a whole distribution."""
     outside = np.ones(reference.size, dtype=bool)
@@ -339,6 +346,34 @@ def test_a_row_does_not_depend_on_its_neighbours(size: int, spread: float) -> No
         [draft] = draft_tokens(logits[one], params[one], positions[one], size, 16)
         assert_same_row(row, rows[i])
         assert_same_draft(draft, drafts[i])
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
+@pytest.mark.parametrize("size", [100, 2600, 9000])
+def test_a_cpu_draws_as_any_device(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = mixed_batch()
+    positions = list(range(len(batch)))
+    logits = logits_of_kind(kind, len(batch), size)
+    # No support may end among equal tokens: which of them are in it is nobody's business.
+    support_size = size if kind == "ties" else 16
+    drafts: dict[bool, list[Drafted]] = {}
+    rows: dict[bool, list[TargetRow]] = {}
+    for here in (True, False):
+        monkeypatch.setattr(sampling, "_on_host", lambda _, here=here: here)
+        drafts[here] = draft_tokens(logits, batch, positions, size, support_size)
+        supports = [each.support_ids if i % 4 else NO_SUPPORT for i, each in enumerate(drafts[True])]
+        rows[here] = target_rows(logits, batch, positions, supports, size)
+    for one, other in zip(drafts[True], drafts[False], strict=True):
+        assert (one.token_id, one.index, one.support_ids.tolist()) == (
+            other.token_id,
+            other.index,
+            other.support_ids.tolist(),
+        )
+        assert one.q == pytest.approx(other.q, abs=3e-7)
+    for row, another in zip(rows[True], rows[False], strict=True):
+        assert row.p == pytest.approx(another.p, abs=3e-7)
+        assert row.outside_mass == pytest.approx(another.outside_mass, abs=3e-7)
+        assert row.outside_token_id == another.outside_token_id
 
 
 @pytest.mark.parametrize("params", GRID[::7])
