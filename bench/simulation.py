@@ -49,6 +49,10 @@ class Curve:
         slope = (seconds[place] - seconds[place - 1]) / (sizes[place] - sizes[place - 1])
         return max(0.0, seconds[place] + slope * (size - sizes[place]))
 
+    def of(self, sizes: Sequence[int]) -> float:
+        """Of feeds of such sizes together."""
+        return self.seconds(sum(sizes))
+
 
 def curve(measured: Iterable[tuple[float, float]]) -> Curve:
     """Through measurements in any order; of several of one size the mean."""
@@ -256,7 +260,7 @@ class _Run:
 
         def verified() -> None:
             if device.gathering is not None:
-                device.gathering.ran(tokens, seconds)
+                device.gathering.ran([self._gamma + 1] * len(batch), seconds)
             self._verified(batch)
 
         self._occupy(device, seconds, verified)

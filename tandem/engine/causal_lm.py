@@ -74,6 +74,11 @@ class CausalLM:
         """Most tokens of a session."""
         return self.cache.max_length
 
+    @property
+    def computes_padding(self) -> bool:
+        """Whether feeds of unlike sizes take what as many of the largest size would."""
+        return self._joined is None or self.compiled is not None
+
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """Runs the feeds, of different sessions, and stores their keys and values.

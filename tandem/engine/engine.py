@@ -605,14 +605,14 @@ class Engine(Generic[JobT]):
         self._fail(job.stream, session.request_id, job.cache_epoch, _internal(), session)
 
     def _count(self, batch: Batch[JobT], began_ns: int, seconds: float) -> None:
-        tokens = sum(feed.token_ids.size for feed in batch.feeds)
+        sizes = [feed.token_ids.size for feed in batch.feeds]
+        tokens = sum(sizes)
         self.stats.forwards += 1
         self.stats.feeds += len(batch.feeds)
         self.stats.tokens += tokens
         self.stats.busy_seconds += seconds
-        widest = max(feed.token_ids.size for feed in batch.feeds)
-        if self._gathering is not None and widest <= self._short_feed:
-            self._gathering.ran(len(batch.feeds) * widest, seconds)
+        if self._gathering is not None and max(sizes) <= self._short_feed:
+            self._gathering.ran(sizes, seconds)
         step = Step(began_ns, len(batch.jobs), tokens, seconds)
         for job in batch.jobs:
             job.work.took(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SIZES = (1, 8, 32)
@@ -15,13 +15,19 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """Seconds of a forward by its padded tokens: straight lines through the measured points, rising."""
+    """Seconds of a forward by the tokens it computes: straight lines through the measured points, rising."""
 
     points: tuple[tuple[int, float], ...]
     """(tokens, seconds), two or more of them in rising order."""
+    computes_padding: bool = True
+    """Whether feeds of unlike sizes take what as many of the largest size would."""
+
+    def of(self, sizes: Sequence[int]) -> float:
+        """Of feeds of such sizes together."""
+        return self.seconds(len(sizes) * max(sizes) if self.computes_padding else sum(sizes))
 
     def seconds(self, tokens: int) -> float:
-        """The line between the neighbours of `tokens`, or on from the last two points."""
+        """Of so many tokens: the line between the neighbours of `tokens`, or on from the last two points."""
         low, high = next(
             (pair for pair in zip(self.points, self.points[1:], strict=False) if tokens <= pair[1][0]),
             self.points[-2:],
@@ -34,7 +40,7 @@ FREE_TOKENS = ForwardCost(((1, 1.0), (2, 1.0)))
 """Padding costs nothing: forwards are never split."""
 
 
-def measure(run: Callable[[int], object], longest: int) -> ForwardCost:
+def measure(run: Callable[[int], object], longest: int, *, computes_padding: bool = True) -> ForwardCost:
     """Times `run(tokens)`, which returns when the device is done, for sizes up to `longest`."""
     sizes = [size for size in SIZES if size <= longest]
     if len(sizes) < 2:
@@ -43,7 +49,7 @@ def measure(run: Callable[[int], object], longest: int) -> ForwardCost:
     for size in sizes:
         seconds = _shortest(run, size)
         points.append((size, max(seconds, points[-1][1]) if points else seconds))
-    return ForwardCost(tuple(points))
+    return ForwardCost(tuple(points), computes_padding)
 
 
 def _shortest(run: Callable[[int], object], size: int) -> float:

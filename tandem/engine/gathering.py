@@ -31,9 +31,9 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Cost(Protocol):
-    """What a forward takes by its padded tokens, in any unit."""
+    """What a forward takes by the sizes of its feeds, in any unit."""
 
-    def seconds(self, tokens: int, /) -> float: ...
+    def of(self, sizes: Sequence[int], /) -> float: ...
 
 
 @dataclass(slots=True)
@@ -89,10 +89,10 @@ class Gathering(Generic[KeyT]):
         """The session won't be back."""
         self._paces.pop(key, None)
 
-    def ran(self, tokens: int, seconds: float) -> None:
-        """A forward of so many padded tokens is over: one of those that may be waited with, so no chunk of a prefill, which
+    def ran(self, sizes: Sequence[int], seconds: float) -> None:
+        """A forward of feeds of such sizes is over: one of those that may be waited with, so no chunk of a prefill, which
         doesn't take what they take by its tokens."""
-        units = self._cost.seconds(tokens)
+        units = self._cost.of(sizes)
         if units <= 0.0:
             return  # a forward that costs nothing saves nothing
         scale = seconds / units
@@ -118,25 +118,24 @@ class Gathering(Generic[KeyT]):
             if pace.answered is not None and pace.away is not None
         )
         began = self._began if self._began is not None else now
-        alone = self._forward(len(waiting), max(waiting))
+        alone = self._forward(waiting)
         latest = began + LONGEST_SHARE * alone
         best, until = 0.0, now
-        count = widest = 0
+        others: list[int] = []
         for back, tokens in expected:
             if back <= now:
                 continue  # late already
             if back > latest:
                 break
-            count, widest = count + 1, max(widest, tokens)
-            all_of_them, width = len(waiting) + count, max(widest, *waiting)
-            if all_of_them * width > self._most_tokens():
+            others.append(tokens)
+            all_of_them = [*waiting, *others]
+            if len(all_of_them) * max(all_of_them) > self._most_tokens():
                 break
-            in_turns = alone + self._forward(count, widest)
-            saved = CLEARLY * in_turns - (back - now) - self._forward(all_of_them, width)
+            saved = CLEARLY * (alone + self._forward(others)) - (back - now) - self._forward(all_of_them)
             if saved > best:
                 best, until = saved, back
         return until - now
 
-    def _forward(self, items: int, width: int) -> float:
+    def _forward(self, sizes: Sequence[int]) -> float:
         assert self._scale is not None
-        return self._scale * self._cost.seconds(items * width)
+        return self._scale * self._cost.of(sizes)

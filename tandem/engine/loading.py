@@ -140,7 +140,7 @@ def _load_to_serve(options: ModelOptions) -> ServedModel:
         slots=options.slots,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(loaded.lm.device),
-        forward_cost=_measure_forward(lm),
+        forward_cost=_measure_forward(lm, computes_padding=loaded.lm.computes_padding),
         forms=_forms(loaded.tokenizer),
         group=group,
         compile_stats=loaded.lm.compiled.stats if loaded.lm.compiled is not None else None,
@@ -539,11 +539,11 @@ def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
 
 
-def _measure_forward(lm: RaggedModel) -> ForwardCost:
+def _measure_forward(lm: RaggedModel, *, computes_padding: bool) -> ForwardCost:
     def run(size: int) -> None:
         lm.forward([Feed(0, 0, np.zeros(size, dtype=np.uint32), 1)]).cpu()
 
-    cost = forward_cost.measure(run, lm.max_length)
+    cost = forward_cost.measure(run, lm.max_length, computes_padding=computes_padding)
     logger.info(
         "a forward of %s tokens takes %s ms",
         " / ".join(str(size) for size, _ in cost.points),

@@ -145,15 +145,12 @@ class _Turns(Generic[JobT]):
 def _alike(chosen: list[tuple[JobT, int]], cost: ForwardCost) -> list[list[tuple[JobT, int]]]:
     """Splits into groups of like widths for as long as that is clearly cheaper."""
     chosen = sorted(chosen, key=_size)
-    count, widest = len(chosen), chosen[-1][1]
-    borders = [index for index in range(1, count) if chosen[index][1] > chosen[index - 1][1]]
+    sizes = [size for _, size in chosen]
+    borders = [index for index in range(1, len(sizes)) if sizes[index] > sizes[index - 1]]
     if not borders:
         return [chosen]
-    seconds, at = min(
-        (cost.seconds(index * chosen[index - 1][1]) + cost.seconds((count - index) * widest), index)
-        for index in borders
-    )
-    if seconds > _CLEARLY * cost.seconds(count * widest):
+    seconds, at = min((cost.of(sizes[:index]) + cost.of(sizes[index:]), index) for index in borders)
+    if seconds > _CLEARLY * cost.of(sizes):
         return [chosen]
     return [*_alike(chosen[:at], cost), *_alike(chosen[at:], cost)]
 

@@ -21,7 +21,7 @@ LINEAR = ForwardCost(((1, 1.0), (2, 2.0)))
 def gathering(cost: ForwardCost = FREE_TOKENS, forward: float = 1.0) -> Gathering[str]:
     """One whose forwards of a token took `forward` seconds."""
     made: Gathering[str] = Gathering(cost, lambda: MOST_TOKENS)
-    made.ran(1, forward)
+    made.ran([1], forward)
     return made
 
 
@@ -86,6 +86,15 @@ def test_there_is_no_wait_where_a_forward_of_all_costs_as_much_as_two() -> None:
     assert made.seconds([1], 10.0) == 0.0
 
 
+def test_unlike_feeds_are_waited_for_where_padding_is_not_computed() -> None:
+    """Those who decode are about to be back, and a block of two is there: with padding, each of them counts as two."""
+    for computes_padding in (True, False):
+        made = gathering(ForwardCost(((1, 10.0), (2, 15.0)), computes_padding), forward=10.0)
+        for number in range(15):
+            come_and_go(made, str(number), [0.1] * 40, until=100.0)
+        assert (made.seconds([2], 100.0) > 0) != computes_padding
+
+
 def test_there_is_no_wait_for_one_who_finds_no_room() -> None:
     made = gathering()
     come_and_go(made, "b", [0.1] * 40, until=10.0)
@@ -95,7 +104,7 @@ def test_there_is_no_wait_for_one_who_finds_no_room() -> None:
 def test_there_is_no_wait_once_memory_holds_no_forward_of_both() -> None:
     most = 2
     made: Gathering[str] = Gathering(FREE_TOKENS, lambda: most)
-    made.ran(1, 1.0)
+    made.ran([1], 1.0)
     come_and_go(made, "b", [0.1] * 40, until=10.0)
     assert made.seconds([1], 10.0) > 0
     most = 1
@@ -112,7 +121,7 @@ def test_a_forward_in_which_the_process_was_stopped_makes_no_later_wait_longer()
     made = gathering(forward=0.05)
     come_and_go(made, "slow", [2.0] * 40, until=100.0)
     assert made.seconds([1], 100.0) == 0.0
-    made.ran(1, 60.0)
+    made.ran([1], 60.0)
     assert made.seconds([1], 100.0) == 0.0
 
 
@@ -121,7 +130,7 @@ def test_forwards_that_have_become_slower_are_waited_with_for_longer() -> None:
     come_and_go(made, "b", [0.3] * 40, until=10.0)
     assert made.seconds([1], 10.0) == 0.0
     for _ in range(40):
-        made.ran(1, 1.0)
+        made.ran([1], 1.0)
     assert made.seconds([1], 10.0) == pytest.approx(0.3, rel=0.01)
 
 
@@ -157,8 +166,8 @@ class UntilTwo:
     def arrived(self, session: object, now: float) -> None:
         self.came.append(now)
 
-    def ran(self, tokens: int, seconds: float) -> None:
-        self.ran_tokens.append(tokens)
+    def ran(self, sizes: Sequence[int], seconds: float) -> None:
+        self.ran_tokens.append(sum(sizes))
 
     def answered(self, session: object, tokens: int, now: float) -> None: ...
     def ended(self, session: object) -> None: ...

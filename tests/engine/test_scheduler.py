@@ -193,6 +193,7 @@ def linear(overhead: float) -> ForwardCost:
         (linear(30), [[1, 1, 2, 6, 6], [17]]),
         (linear(5), [[1, 1, 2], [6, 6], [17]]),
         (linear(0), [[1, 1], [2], [6, 6], [17]]),
+        (ForwardCost(((1, 1.1), (2, 2.1)), computes_padding=False), [[1, 1, 2, 6, 6, 17]]),
     ],
 )
 def test_unlike_widths_part_where_padding_costs_more_than_a_forward(cost: ForwardCost, groups: list[list[int]]) -> None:
