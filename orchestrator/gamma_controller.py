@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
-from .round_costs import ORDINARY_TOKENS, RoundCosts, RoundTimes
+from .crowd import Crowd, block_worth
+from .round_costs import ORDINARY_TOKENS, TOGETHER, RoundCosts, RoundTimes
 from .speed_estimate import SpeedEstimate
 
 _FADE = 0.96
@@ -238,8 +241,12 @@ class Persistence:
 class AdaptiveGamma:
     """Chooses gamma for one request."""
 
-    def __init__(self, costs: RoundCosts, prior: AcceptancePrior, longest: int, speed: SpeedEstimate) -> None:
+    def __init__(
+        self, costs: RoundCosts, prior: AcceptancePrior, longest: int, speed: SpeedEstimate, crowd: Crowd | None = None
+    ) -> None:
+        """`crowd`: the requests that it may share forwards with; None: it is alone."""
         self._costs = costs
+        self._crowd = crowd
         self._speed = speed
         self._acceptance = Acceptance(prior, longest)
         self._persistence = Persistence(longest)
@@ -266,6 +273,8 @@ class AdaptiveGamma:
             longest = min(longest, limit)
         # Not further than a step or two from here: what lies beyond is the least known, and looking costs time.
         longest = min(longest, max(self._gamma, _LONGEST_TRIAL) + _STEP)
+        if self._crowd is not None and self._costs.batch > TOGETHER:
+            return self._choose_in(self._crowd, longest, room, to_read)
         acceptance = self._acceptance.by_position(longest)
         whole = self._costs.round_seconds(longest)
         tokens, seconds = self._persistence.blocks(acceptance, whole)
@@ -281,6 +290,25 @@ class AdaptiveGamma:
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
         return Choice(gamma, "best", speedup, _worth(max(rates), whole, acceptance))
+
+    def _choose_in(self, crowd: Crowd, longest: int, room: int, to_read: int) -> Choice:
+        """By what is best for all that it shares forwards with."""
+        chances = list(accumulate(self._acceptance.by_position(longest), mul))
+        plan = crowd.plan(self, chances)
+        gamma, tokens = block_worth(chances[: plan.depth], plan.price)
+        reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
+        if reading and reading > room * plan.plain_seconds * (1.0 - 1.0 / plan.speedup):
+            return Choice(0, "best", 1.0)
+        self._gamma = gamma
+        if gamma:
+            return Choice(gamma, "best", plan.speedup, min(1.0, max(_LEAST_WORTH, plan.price * tokens)))
+        self._since_trial += 1
+        # Where the others draft, a block of one's own costs little; else all try in the same round.
+        if not (self._since_trial >= self._interval if plan.depth else crowd.may_try()):
+            return Choice(0, "best", plan.speedup)
+        self._since_trial = 0
+        self._trial_expected = chances[0]
+        return Choice(1, "trial", plan.speedup)
 
     def observe(self, acceptance: Sequence[float], times: RoundTimes) -> None:
         """After a round."""

@@ -9,7 +9,7 @@ would see its longer block paid for by the others.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
 
@@ -24,6 +24,8 @@ _FIRST = 3
 """Observations of which the plain mean is taken, before old ones begin to fade."""
 _MOST_TIMES = 3.0
 """An observation counts as at most so many times the mean, or so small a part of it: one stall is not a trend."""
+_SELDOM = 0.03
+"""Weight of an observation above a mean that is to be of the usual ones: others come after a prefill, or a stall."""
 _FOLLOW = 0.2
 """Part of a forward's deviation that the level takes up, at least."""
 _LEARN = 0.05
@@ -40,7 +42,7 @@ _SLOPE_OF_ONE = 0.05
 """Cost of one more token over that of the forward, where a single size was ever timed."""
 _LEAST_SHARE = 0.2
 """A smaller forward than any timed is taken to cost at least this share of the smallest one timed."""
-_TOGETHER = 1.5
+TOGETHER = 1.5
 """Requests in a forward from which on waiting for others is the rule."""
 
 
@@ -82,13 +84,15 @@ class RoundTimes:
 class FadingMean:
     """A mean in which old observations fade."""
 
-    __slots__ = ("_bounded", "count", "value")
+    __slots__ = ("_bounded", "_rising", "count", "value")
 
-    def __init__(self, value: float = 0.0, *, bounded: bool = True) -> None:
-        """`bounded`: an observation is cut to a bounded multiple of the mean, and so is no stall a trend."""
+    def __init__(self, value: float = 0.0, *, bounded: bool = True, rising: float = 1.0 - _KEEP) -> None:
+        """`bounded`: an observation is cut to a bounded multiple of the mean, and so is no stall a trend. `rising`: the weight of one
+        that is above the mean; where it is less than of one below, the first observations are no different from later ones."""
         self.value = value
-        self.count = 0
+        self.count = 0 if rising == 1.0 - _KEEP else _FIRST
         self._bounded = bounded
+        self._rising = rising
 
     def add(self, observed: float) -> None:
         """One more."""
@@ -96,7 +100,7 @@ class FadingMean:
         if self.count > _FIRST:
             if self._bounded and self.value > 0.0:
                 observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
-            self.value += (1.0 - _KEEP) * (observed - self.value)
+            self.value += (self._rising if observed > self.value else 1.0 - _KEEP) * (observed - self.value)
         else:
             self.value += (observed - self.value) / self.count
 
@@ -206,7 +210,9 @@ class ForwardCurve:
 class RoundCosts:
     """What a round of any block size would take now; shared by all requests of an orchestrator."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Callable[[], int] = lambda: 1) -> None:
+        """`requests`: how many run at the time."""
+        self._requests = requests
         self.rounds = 0
         """Rounds observed."""
         self.plain_round: int | None = None
@@ -216,10 +222,13 @@ class RoundCosts:
         self._target_forward: WorkerTime | None = None
         """The last one that was heard of."""
         self._draft_batch = FadingMean(1.0)
-        self._target_batch = FadingMean(1.0)
+        # Of the requests: how many there are is known at once, how many of them share a forward only by their rounds.
+        self._target_share = FadingMean(1.0)
         # How the waits compare with the work: queues, and for the draft what it did ahead of time.
         self._draft_wait = FadingMean(1.0, bounded=False)
-        self._target_wait = FadingMean(1.0)
+        self._target_wait = FadingMean(1.0, rising=_SELDOM)
+        self._shortest_wait: float | None = None
+        """Of the requests of the last forward: others may have waited for that one to come."""
         # What a round waits beyond the work whatever the size of its block: wire and bookkeeping.
         self._draft_overhead = FadingMean()
         self._target_overhead = FadingMean()
@@ -247,14 +256,35 @@ class RoundCosts:
                 # Nothing is heard of the draft's model: how the two compare is taken to last, so that the choice doesn't follow the machine.
                 self._draft.scale(moved)
 
+    @property
+    def batch(self) -> float:
+        """Requests that a forward of the target is likely to have, at least one."""
+        return max(1.0, self._target_share.value * self._requests())
+
+    @property
+    def crossing(self) -> float:
+        """Seconds that a block takes beside its draft steps."""
+        return self._draft_overhead.value
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that a round takes beside its draft steps and its forward."""
+        return self._target_overhead.value
+
+    def draft_seconds(self, items: float) -> float:
+        """Of a draft step that so many requests take, as far as it is waited for."""
+        return self._draft_wait.value * self._draft.seconds(items)
+
+    def target_seconds(self, tokens: float) -> float:
+        """Of a forward of so many tokens, and of what it is waited for."""
+        factor = self._target_wait.value if self.batch > TOGETHER else 1.0
+        return factor * self._target.seconds(tokens)
+
     def round_seconds(self, longest: int) -> list[float]:
         """The expected seconds of a round with a block of 0, 1, ... `longest` tokens, if all requests take the same."""
-        step = self._draft_wait.value * self._draft.seconds(self._draft_batch.value)
-        batch = self._target_batch.value
-        factor = self._target_wait.value if batch > _TOGETHER else 1.0
-        crossing, overhead = self._draft_overhead.value, self._target_overhead.value
+        step, batch = self.draft_seconds(self._draft_batch.value), self.batch
         return [
-            (crossing + block * step if block else 0.0) + factor * self._target.seconds(batch * (block + 1)) + overhead
+            (self.crossing + block * step if block else 0.0) + self.target_seconds(batch * (block + 1)) + self.overhead
             for block in range(longest + 1)
         ]
 
@@ -262,7 +292,7 @@ class RoundCosts:
         """What so many tokens of a prefix would take the draft, if all requests had as many; far beyond the forwards that were
         timed, so no more than a guess."""
         # Blocks that came at no time say nothing of it.
-        return max(1.0, self._draft_wait.value) * self._draft.seconds(self._target_batch.value * tokens)
+        return max(1.0, self._draft_wait.value) * self._draft.seconds(self.batch * tokens)
 
     def _observe_draft(self, block: int, waited: float, draft: WorkerTime | None) -> None:
         if draft is None:
@@ -271,7 +301,7 @@ class RoundCosts:
             self._draft_batch.add(draft.items / draft.forwards)
             self._draft.add(draft.tokens / draft.forwards, draft.seconds / draft.forwards)
         work = block * self._draft.seconds(self._draft_batch.value)
-        if self._draft_batch.value < _TOGETHER:
+        if self._requests() <= 1:
             self._draft_overhead.add(max(0.0, waited - draft.seconds))
             mine = draft.seconds  # nothing of what was drafted ahead
         else:
@@ -285,13 +315,17 @@ class RoundCosts:
             target = WorkerTime(waited, 1, rows, 1)
         if target.forwards != 1:
             return 1.0
-        self._target_batch.add(target.items)
-        if target.items < _TOGETHER:
+        requests = self._requests()
+        if requests <= 1:
             self._target_overhead.add(max(0.0, waited - target.seconds))
-        elif target.seconds > 0.0:
-            self._target_wait.add(max(1.0, (waited - self._target_overhead.value) / target.seconds))
+        wait = max(1.0, (waited - self._target_overhead.value) / target.seconds) if target.seconds > 0.0 else 1.0
         if target.items > 1 and target == self._target_forward:
+            self._shortest_wait = min(wait, self._shortest_wait or wait)
             return 1.0  # all of the forward's items tell of it
+        self._target_share.add(target.items / max(1, requests))
+        if self._shortest_wait is not None:
+            self._target_wait.add(self._shortest_wait)
+        self._shortest_wait = wait if target.items > 1 else None
         self._target_forward = target
         return self._target.add(target.tokens, target.seconds)
 

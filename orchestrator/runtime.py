@@ -14,6 +14,7 @@ from tandem.v1 import worker_pb2
 from .admission import Admission
 from .callers import Callers
 from .config import OrchestratorConfig
+from .crowd import Crowd
 from .drafting import DRAFT, DraftingPolicy, DraftPool
 from .errors import Unavailable
 from .gamma_controller import AcceptancePrior, AdaptiveGamma, FixedGamma, GammaPolicy
@@ -73,7 +74,8 @@ class Runtime:
             config.draft_timeout_seconds, config.draft_backoff_seconds, config.look_ahead
         )
         self.scoring_policy = ScoringPolicy(config.target_timeout_seconds, config.target_retry_seconds)
-        self._costs = RoundCosts()
+        self._costs = RoundCosts(lambda: self.admission.running)
+        self._crowd = Crowd(self._costs)
         self.speed = SpeedEstimate(self._costs)
         # Greedy and sampled requests differ too much to stand for one another.
         self._greedy_prior, self._sampled_prior = AcceptancePrior(), AcceptancePrior()
@@ -117,7 +119,7 @@ class Runtime:
         if not self.drafts.configured:
             return FixedGamma(0, self.speed)
         prior = self._sampled_prior if plan.sampling.temperature else self._greedy_prior
-        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed)
+        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed, self._crowd)
 
     def target_model(self) -> str:
         """The name of the target's model."""
