@@ -28,7 +28,7 @@ _ROUNDS_OF_A_PLAN = 2
 _TRIAL_BUDGET = 0.0125
 """Share of the time of all that goes to trials, as far as they cost more than they bring."""
 _LEAST_INTERVAL = 8
-"""Rounds between two trials."""
+"""Forwards between two trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class Crowd:
         self._choices = 0
         """Of gamma, by all requests: about as many as they have rounds."""
         self._plan_until = 0
-        self._trial_began: int | None = None
+        self._forward = self._last_trial = costs.forwards
+        self._trial = False
+        """Whether requests may try after this forward."""
 
     def plan(self, request: object, chances: Sequence[float]) -> Plan:
         """For a request whose next block's tokens have these chances, by position, to be accepted."""
@@ -70,16 +72,15 @@ class Crowd:
         return self._plan
 
     def may_try(self) -> bool:
-        """Whether a request may draft a token where the plan has none. All may in the same round, and then none for long: one block
-        costs the others nearly as much as one for each of them."""
-        count = len(self._chances)
-        since = self._choices - (self._trial_began or 0)
-        if self._trial_began is not None and since < count:
-            return True
-        if since < count * max(_LEAST_INTERVAL, self._plan.trial_rounds / _TRIAL_BUDGET):
-            return False
-        self._trial_began = self._choices
-        return True
+        """Whether a request may draft a token where the plan has none. All that come from the same forward may, and then none for
+        long: one block costs the others nearly as much as one for each of them."""
+        now = self._costs.forwards
+        if now != self._forward:
+            self._forward = now
+            self._trial = now - self._last_trial >= max(_LEAST_INTERVAL, self._plan.trial_rounds / _TRIAL_BUDGET)
+            if self._trial:
+                self._last_trial = now
+        return self._trial
 
     def _best(self) -> Plan:
         yields = _Yields(list(self._chances.values()))

@@ -217,6 +217,8 @@ class RoundCosts:
         """Rounds observed."""
         self.plain_round: int | None = None
         """The last of them that had no block."""
+        self.forwards = 0
+        """The target's, of which a round has told."""
         self._draft = ForwardCurve()
         self._target = ForwardCurve()
         self._target_forward: WorkerTime | None = None
@@ -322,6 +324,7 @@ class RoundCosts:
         if target.items > 1 and target == self._target_forward:
             self._shortest_wait = min(wait, self._shortest_wait or wait)
             return 1.0  # all of the forward's items tell of it
+        self.forwards += 1
         self._target_share.add(target.items / max(1, requests))
         if self._shortest_wait is not None:
             self._target_wait.add(self._shortest_wait)
