@@ -109,18 +109,19 @@ async def _adaptive_cases(bench: _Bench, cases: Sequence[ServingCase]) -> list[A
     for concurrency in steps(bench.options.concurrencies, "adaptive"):
         of_it = [case for case in cases if case.concurrency == concurrency]
         best = max(of_it, key=lambda case: case.tokens_per_second).gamma
-        turns = []
-        for turn in range(bench.options.repeats + 1):
-            first = 1000 * turn + 700
-            sides = list(dict.fromkeys((0, None, best)))
-            begin = turn % len(sides)  # else what comes first would always be the same
-            loads = {
-                gamma: await _load(bench, bench.together, _requests(bench, concurrency, gamma, first))
-                for gamma in sides[begin:] + sides[:begin]
-            }
-            turns.append(Turn(loads[0], loads[None], loads[best]))
+        turns = [await _turn(bench, concurrency, best, turn) for turn in range(2 * (bench.options.repeats + 1))]
         found.append(adaptive_case(concurrency, best, turns))
     return found
+
+
+async def _turn(bench: _Bench, concurrency: int, best: int, turn: int) -> Turn:
+    sides = [0, None, 0, *([best] if best else [])]
+    loads: dict[int, Load] = {}
+    for step in range(len(sides)):
+        place = (turn + step) % len(sides)  # else what comes first would always be the same
+        requests = _requests(bench, concurrency, sides[place], 1000 * turn + 700)
+        loads[place] = await _load(bench, bench.together, requests)
+    return Turn((loads[0], loads[2]), loads[1], loads.get(3))
 
 
 def _requests(bench: _Bench, count: int, gamma: int | None, first: int) -> list[api.GenerateRequest]:

@@ -47,6 +47,11 @@ class Load:
         """From the first call to the last response."""
         return max(each.arrivals[-1] for each in self.heard) - min(each.asked for each in self.heard)
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -89,18 +94,23 @@ class ServingCase:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The same requests three times, one after the other."""
+    """The same requests again and again, one run after the other."""
 
-    plain: Load
+    plain: tuple[Load, Load]
+    """Twice, so that what two runs of the same differ by can be told."""
     adaptive: Load
-    best: Load
-    """With the fixed gamma that was fastest at so many requests; maybe 0 too."""
+    best: Load | None
+    """With the fixed gamma that was fastest at so many requests; None where that is plain decoding."""
 
     @property
-    def rates(self) -> tuple[float, float, float]:
+    def plain_rate(self) -> float:
+        """Tokens a second, the mean of both."""
+        return sum(load.rate for load in self.plain) / len(self.plain)
+
+    @property
+    def best_rate(self) -> float:
         """Tokens a second."""
-        plain, adaptive, best = (load.tokens / load.seconds for load in (self.plain, self.adaptive, self.best))
-        return plain, adaptive, best
+        return self.best.rate if self.best is not None else self.plain_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,8 @@ class AdaptiveCase:
     concurrency: int
     tokens_per_second: float
     of_plain: float
+    plain_apart: float
+    """By which share two runs of plain decoding differ."""
     best_gamma: int
     of_best: float
     mean_gamma: float
@@ -186,14 +198,14 @@ def serving_case(concurrency: int, gamma: int, together: Sequence[Load], alone: 
 
 def adaptive_case(concurrency: int, best_gamma: int, turns: Sequence[Turn]) -> AdaptiveCase:
     """Out of its turns."""
-    rates = [turn.rates for turn in turns]
     finished = [each.finish.speculation for turn in turns for each in turn.adaptive.heard]
     return AdaptiveCase(
         concurrency=concurrency,
-        tokens_per_second=median([adaptive for _, adaptive, _ in rates]),
-        of_plain=median([adaptive / plain for plain, adaptive, _ in rates]),
+        tokens_per_second=median([turn.adaptive.rate for turn in turns]),
+        of_plain=median([turn.adaptive.rate / turn.plain_rate for turn in turns]),
+        plain_apart=median([abs(turn.plain[1].rate / turn.plain[0].rate - 1.0) for turn in turns]),
         best_gamma=best_gamma,
-        of_best=median([adaptive / best for _, adaptive, best in rates]),
+        of_best=median([turn.adaptive.rate / turn.best_rate for turn in turns]),
         mean_gamma=sum(each.draft_tokens for each in finished) / max(1, sum(each.rounds for each in finished)),
     )
 
@@ -235,19 +247,24 @@ def serving_tables(result: ServingResult) -> list[Table]:
 
 def _adaptive_table(result: ServingResult) -> Table:
     table = results_table(
-        "An adaptive gamma", ("requests", "tokens/s", "of gamma 0", "best fixed gamma", "of that", "mean gamma")
+        "An adaptive gamma",
+        ("requests", "tokens/s", "of gamma 0", "itself again", "best fixed gamma", "of that", "mean gamma"),
     )
     for case in result.adaptive:
         table.add_row(
             str(case.concurrency),
             f"{case.tokens_per_second:.1f}",
             f"{case.of_plain:.2f}x",
+            f"±{case.plain_apart:.2f}",
             str(case.best_gamma),
             f"{case.of_best:.2f}x",
             f"{case.mean_gamma:.1f}",
             style="" if case.of_plain >= 1 else "yellow",
         )
-    table.caption = "The same requests plainly, adaptively, and with the gamma that was fastest above, in turns."
+    table.caption = (
+        "The same requests plainly, adaptively, plainly again, and with the gamma that was fastest above, in turns. itself again: "
+        "by how much two runs at gamma 0 differ."
+    )
     return table
 
 
