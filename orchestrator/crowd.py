@@ -71,6 +71,11 @@ class Crowd:
             self._plan = self._best()
         return self._plan
 
+    def forget(self, request: object) -> None:
+        """Leaves nothing of it: its positions will be drawn again with the same randomness, on which no choice may depend."""
+        if self._chances.pop(request, None) is not None:
+            self._plan, self._plan_until = Plan(), 0
+
     def may_try(self) -> bool:
         """Whether a request may draft a token where the plan has none. All that come from the same forward may, and then none for
         long: one block costs the others nearly as much as one for each of them."""

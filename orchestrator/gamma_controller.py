@@ -98,6 +98,9 @@ class GammaPolicy(Protocol):
     def finish(self) -> None:
         """The request has come to its end, and every round that was observed counts."""
 
+    def withdraw(self) -> None:
+        """It hasn't: what was observed may be drawn again, with the same randomness."""
+
 
 class FixedGamma:
     """The gamma that the request asked for; 0 is plain decoding."""
@@ -117,6 +120,9 @@ class FixedGamma:
 
     def finish(self) -> None:
         """Nothing to hand on."""
+
+    def withdraw(self) -> None:
+        """Nobody has heard of it."""
 
 
 class AcceptancePrior:
@@ -328,6 +334,11 @@ class AdaptiveGamma:
     def finish(self) -> None:
         """Hands on what was learnt."""
         self._acceptance.hand_on()
+
+    def withdraw(self) -> None:
+        """Lets nobody have a choice depend on it."""
+        if self._crowd is not None:
+            self._crowd.forget(self)
 
     def _settle(self, rates: list[float], *, cut: bool) -> None:
         best = max(range(len(rates)), key=rates.__getitem__)

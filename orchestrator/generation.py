@@ -250,17 +250,21 @@ class Generations:
             plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
         )
         drafted = statistics.drafted
-        async with aclosing(decoder.rounds()) as rounds:
-            async for emitted in rounds:
-                response = _response(emitted)
-                response.draft_tokens = statistics.drafted - drafted
-                drafted = statistics.drafted
-                if completion.finish_reason is not None:
-                    response.finish.CopyFrom(_finish(plan, completion, statistics))
-                    await self._end(session, ownership, decoder.epoch, response)
-                yield response
-        # Only where no round was dropped that it has observed: those that follow a change, or a resumption, draw the same positions
-        # with the same randomness, on which their choice may not depend.
+        try:
+            async with aclosing(decoder.rounds()) as rounds:
+                async for emitted in rounds:
+                    response = _response(emitted)
+                    response.draft_tokens = statistics.drafted - drafted
+                    drafted = statistics.drafted
+                    if completion.finish_reason is not None:
+                        response.finish.CopyFrom(_finish(plan, completion, statistics))
+                        await self._end(session, ownership, decoder.epoch, response)
+                    yield response
+        except BaseException:
+            # Rounds were dropped that it has observed: those that follow a change, or a resumption, draw the same positions with the same
+            # randomness, on which their choice may not depend.
+            gamma.withdraw()
+            raise
         gamma.finish()
 
     async def _reread(self, session: Session, ownership: Ownership, stored: Stored) -> tuple[Session, Ownership]:

@@ -259,6 +259,19 @@ def test_requests_that_are_over_are_forgotten() -> None:
     assert len(crowd._chances) == 0
 
 
+def test_of_a_request_whose_rounds_may_be_drawn_again_nothing_is_left() -> None:
+    orchestrator = Orchestrator(PAIRS["a GPU"], seed=5)
+    orchestrator.decode(texts_of((0.3,), 4, 64, 1))
+    costs, orchestrator.running = orchestrator.costs, 4
+    crowd, anew = Crowd(costs), Crowd(costs)
+    policy = AdaptiveGamma(costs, AcceptancePrior(), LONGEST, SpeedEstimate(costs), crowd)
+    assert crowd.plan(policy, [1.0] * LONGEST).depth == LONGEST
+    policy.withdraw()
+    others = {AcceptancePrior(): [0.4, 0.1], AcceptancePrior(): [0.3, 0.05]}
+    for other, chances in others.items():
+        assert crowd.plan(other, chances) == anew.plan(other, chances)
+
+
 def test_a_block_ends_before_the_first_token_that_is_not_worth_its_place() -> None:
     chances = [0.9, 0.5, 0.1]
     assert block_worth(chances, 0.0) == pytest.approx((3, 2.5))
