@@ -76,13 +76,14 @@ class Crowd:
         if self._chances.pop(request, None) is not None:
             self._plan, self._plan_until = Plan(), 0
 
-    def may_try(self) -> bool:
-        """Whether a request may draft a token where the plan has none. All that come from the same forward may, and then none for
-        long: one block costs the others nearly as much as one for each of them."""
+    def may_try(self, reading: float = 0.0) -> bool:
+        """Whether a request may draft a token where the plan has none, although the draft has so many seconds to read before. All that
+        come from the same forward may, and then none for long: one block costs the others nearly as much as one for each of them."""
         now = self._costs.forwards
         if now != self._forward:
             self._forward = now
-            self._trial = now - self._last_trial >= max(_LEAST_INTERVAL, self._plan.trial_rounds / _TRIAL_BUDGET)
+            rounds = self._plan.trial_rounds + reading / self._plan.plain_seconds
+            self._trial = now - self._last_trial >= max(_LEAST_INTERVAL, rounds / _TRIAL_BUDGET)
             if self._trial:
                 self._last_trial = now
         return self._trial

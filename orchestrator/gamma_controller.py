@@ -58,6 +58,8 @@ _PLAIN_INTERVAL = 64
 _TRIAL_BUDGET = 0.0125
 """Share of its time, what is still to come included, that a request spends on trials, as far as they cost more than they
 bring. A long request can afford one at its beginning, when it gains most by what it learns."""
+_SAVED, _MOST_SAVED = 0.3, 3.0
+"""Share of what a request might have spent on trials that it leaves to later ones, and the plain rounds that they have at most."""
 _TRIAL_PRICE = 0.05
 """What a trial may cost beyond what it brings, over the time since the one before: where trials are dear, what they may cost
 in all is spread over the request."""
@@ -131,6 +133,9 @@ class AcceptancePrior:
     def __init__(self) -> None:
         self._sums: list[float] = []
         self._weights: list[float] = []
+        self.saved = 0.0
+        """Plain rounds that requests might have spent on trials, and didn't: of short ones none could pay for a trial alone, and what
+        they are like would never be learnt again."""
 
     def add(self, sums: Sequence[float], counts: Sequence[float]) -> None:
         """All that a request saw; old requests fade once there are many."""
@@ -254,6 +259,7 @@ class AdaptiveGamma:
         self._costs = costs
         self._crowd = crowd
         self._speed = speed
+        self._prior = prior
         self._acceptance = Acceptance(prior, longest)
         self._persistence = Persistence(longest)
         self._longest = longest
@@ -262,7 +268,7 @@ class AdaptiveGamma:
         self._since_trial = 0
         self._rounds = 0
         self._trials_lost = 0.0
-        """Seconds that trials were expected to cost beyond what they bring."""
+        """Plain rounds that trials were expected to cost beyond what they bring."""
         self._trial_expected: float | None = None
 
     def choose(self, room: int, limit: int | None = None, to_read: int = 0) -> Choice:
@@ -289,10 +295,9 @@ class AdaptiveGamma:
         gamma = min(self._gamma, wanted)
         speedup = rates[min(gamma, longest)] / rates[0]
         reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
-        if gamma == 0:
+        # What is to be read may take more than blocks would save until the end.
+        if gamma == 0 or (reading and reading > room * seconds[0] * (1.0 - 1.0 / speedup)):
             return self._perhaps_a_trial(tokens, seconds, rates, room, reading)
-        if reading and reading > room * seconds[0] * (1.0 - 1.0 / speedup):
-            return Choice(0, "best", 1.0)  # that takes more than blocks would save until the end
         if self._plain_is_stale():
             return Choice(0, "trial", speedup)
         return Choice(gamma, "best", speedup, _worth(max(rates), whole, acceptance))
@@ -303,14 +308,14 @@ class AdaptiveGamma:
         plan = crowd.plan(self, chances)
         gamma, tokens = block_worth(chances[: plan.depth], plan.price)
         reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
-        if reading and reading > room * plan.plain_seconds * (1.0 - 1.0 / plan.speedup):
-            return Choice(0, "best", 1.0)
+        dear = reading > room * plan.plain_seconds * (1.0 - 1.0 / plan.speedup) if reading else False
         self._gamma = gamma
-        if gamma:
+        if gamma and not dear:
             return Choice(gamma, "best", plan.speedup, min(1.0, max(_LEAST_WORTH, plan.price * tokens)))
         self._since_trial += 1
         # Where the others draft, a block of one's own costs little; else all try in the same round.
-        if not (self._since_trial >= self._interval if plan.depth else crowd.may_try()):
+        alone = plan.depth and not reading
+        if not (self._since_trial >= self._interval if alone else crowd.may_try(reading)):
             return Choice(0, "best", plan.speedup)
         self._since_trial = 0
         self._trial_expected = chances[0]
@@ -334,6 +339,8 @@ class AdaptiveGamma:
     def finish(self) -> None:
         """Hands on what was learnt."""
         self._acceptance.hand_on()
+        left = _TRIAL_BUDGET * self._rounds - self._trials_lost
+        self._prior.saved = min(max(0.0, self._prior.saved + (_SAVED * left if left > 0.0 else left)), _MOST_SAVED)
 
     def withdraw(self) -> None:
         """Lets nobody have a choice depend on it."""
@@ -359,9 +366,10 @@ class AdaptiveGamma:
             return Choice(0, "best", 1.0)
         candidates = range(1, min(len(rates) - 1, _LONGEST_TRIAL) + 1)
         trial = max(candidates, key=rates.__getitem__)
-        lost = reading + seconds[trial] * (1.0 - rates[trial] / rates[0])
-        too_soon = lost > _TRIAL_PRICE * self._since_trial * seconds[0]
-        if too_soon or self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) * seconds[0]:
+        lost = (reading + seconds[trial] * (1.0 - rates[trial] / rates[0])) / seconds[0]
+        saved = self._prior.saved
+        too_soon = lost > _TRIAL_PRICE * self._since_trial + saved
+        if too_soon or self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) + saved:
             return Choice(0, "best", 1.0)
         self._since_trial = 0
         self._trials_lost += max(0.0, lost)

@@ -25,7 +25,7 @@ _FIRST = 3
 _MOST_TIMES = 3.0
 """An observation counts as at most so many times the mean, or so small a part of it: one stall is not a trend."""
 _SELDOM = 0.03
-"""Weight of an observation above a mean that is to be of the usual ones: others come after a prefill, or a stall."""
+"""Weight of an observation that is longer than usual, as behind a prefill, or a stall."""
 _FOLLOW = 0.2
 """Part of a forward's deviation that the level takes up, at least."""
 _LEARN = 0.05
@@ -84,23 +84,25 @@ class RoundTimes:
 class FadingMean:
     """A mean in which old observations fade."""
 
-    __slots__ = ("_bounded", "_rising", "count", "value")
+    __slots__ = ("_bounded", "_usual", "count", "value")
 
-    def __init__(self, value: float = 0.0, *, bounded: bool = True, rising: float = 1.0 - _KEEP) -> None:
-        """`bounded`: an observation is cut to a bounded multiple of the mean, and so is no stall a trend. `rising`: the weight of one
-        that is above the mean; where it is less than of one below, the first observations are no different from later ones."""
+    def __init__(self, value: float = 0.0, *, bounded: bool = True, usual: float = inf) -> None:
+        """`bounded`: an observation is cut to a bounded multiple of the mean, and so is no stall a trend. `usual`: one above it, and above
+        the mean, counts little."""
         self.value = value
-        self.count = 0 if rising == 1.0 - _KEEP else _FIRST
+        self.count = 0
         self._bounded = bounded
-        self._rising = rising
+        self._usual = usual
 
     def add(self, observed: float) -> None:
         """One more."""
         self.count += 1
-        if self.count > _FIRST:
+        if observed > max(self._usual, self.value):
+            self.value += _SELDOM * (observed - self.value)
+        elif self.count > _FIRST:
             if self._bounded and self.value > 0.0:
                 observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
-            self.value += (self._rising if observed > self.value else 1.0 - _KEEP) * (observed - self.value)
+            self.value += (1.0 - _KEEP) * (observed - self.value)
         else:
             self.value += (observed - self.value) / self.count
 
@@ -227,8 +229,8 @@ class RoundCosts:
         # Of the requests: how many there are is known at once, how many of them share a forward only by their rounds.
         self._target_share = FadingMean(1.0)
         # How the waits compare with the work: queues, and for the draft what it did ahead of time.
-        self._draft_wait = FadingMean(1.0, bounded=False)
-        self._target_wait = FadingMean(1.0, rising=_SELDOM)
+        self._draft_wait = FadingMean(1.0, bounded=False, usual=TOGETHER)
+        self._target_wait = FadingMean(1.0, usual=1.0)
         self._shortest_wait: float | None = None
         """Of the requests of the last forward: others may have waited for that one to come."""
         # What a round waits beyond the work whatever the size of its block: wire and bookkeeping.

@@ -10,13 +10,14 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from bench.simulation import Curve
 from orchestrator.crowd import Crowd, block_worth
 from orchestrator.gamma_controller import AcceptancePrior, AdaptiveGamma
-from orchestrator.round_costs import RoundCosts, RoundTimes, WorkerTime
+from orchestrator.round_costs import ORDINARY_TOKENS, RoundCosts, RoundTimes, WorkerTime
 from orchestrator.speed_estimate import SpeedEstimate
 
 LONGEST = 8
@@ -62,7 +63,7 @@ class Text:
         return accepted, [float(self._stands[each]) for each in range(done, done + min(accepted + 1, block))]
 
 
-Choose = Callable[[int], int]
+Choose = Callable[[int, int], int]
 Observe = Callable[[Sequence[float], RoundTimes], None]
 
 
@@ -74,6 +75,8 @@ class Request:
     choose: Choose
     observe: Observe
     begins: int
+    unread: int = 20
+    """Tokens of its prompt, and of what it has said, that the draft has yet to read."""
     done: int = 0
     finished: float = 0.0
     read: bool = False
@@ -101,10 +104,11 @@ class Batch:
             rounds += 1
 
     def _round(self, present: list[Request]) -> None:
-        gammas = [each.choose(each.text.length - each.done - 1) for each in present]
+        gammas = [each.choose(each.text.length - each.done - 1, each.unread) for each in present]
         drafts = [WorkerTime(0.0, 0, 0, 0) for _ in present]
         waits = [0.0] * len(present)
-        chain = self.pair.crossing if any(gammas) else 0.0
+        reading = sum(each.unread for each, gamma in zip(present, gammas, strict=True) if gamma and each.unread > 1)
+        chain = (self.pair.crossing if any(gammas) else 0.0) + (self.pair.draft.seconds(reading) if reading else 0.0)
         for step in range(max(gammas)):
             users = [index for index, gamma in enumerate(gammas) if gamma > step]
             seconds = self._scattered(self.pair.draft.seconds(len(users)))
@@ -126,7 +130,7 @@ class Batch:
             accepted, seen = each.text.outcome(each.done, gamma)
             times = RoundTimes(
                 gamma,
-                wait if gamma and each.read else None,
+                wait if gamma and each.unread <= ORDINARY_TOKENS else None,
                 whole - wait if each.read else None,
                 draft if gamma else None,
                 target,
@@ -134,6 +138,7 @@ class Batch:
             each.read = True
             each.observe(seen, times)
             each.done += accepted + 1
+            each.unread = 1 if gamma else each.unread + 1
             each.finished = self.now
 
     def _scattered(self, seconds: float) -> float:
@@ -164,7 +169,7 @@ class Orchestrator:
             AdaptiveGamma(self.costs, self.prior, LONGEST, SpeedEstimate(self.costs), self.crowd) for _ in texts
         ]
         requests = [
-            Request(text, lambda room, policy=policy: policy.choose(room).gamma, policy.observe, number // 4)  # type: ignore[misc]
+            Request(text, partial(_choose, policy), policy.observe, number // 4)
             for number, (text, policy) in enumerate(zip(texts, policies, strict=True))
         ]
         batch = Batch(self.pair, self.chance, requests)
@@ -174,6 +179,10 @@ class Orchestrator:
         return pace(batch), batch.drafted
 
 
+def _choose(policy: AdaptiveGamma, room: int, unread: int) -> int:
+    return policy.choose(room, None, unread).gamma
+
+
 def pace(batch: Batch) -> float:
     """The mean time of a token, over requests."""
     return sum(each.finished / each.text.length for each in batch.requests) / len(batch.requests)
@@ -181,7 +190,7 @@ def pace(batch: Batch) -> float:
 
 def pace_of_fixed(pair: Pair, texts: Sequence[Text], gamma: int) -> float:
     requests = [
-        Request(text, lambda room: min(gamma, room), lambda _seen, _times: None, number // 4)
+        Request(text, lambda room, _unread: min(gamma, room), lambda _seen, _times: None, number // 4)
         for number, text in enumerate(texts)
     ]
     batch = Batch(pair, random.Random(99), requests)

@@ -129,6 +129,30 @@ def test_it_comes_back_from_zero_when_acceptance_rises() -> None:
     assert machine.yield_of(run(controller, machine, 100, lambda _: 0.9), 0.9) > 0.95 * machine.best(0.9)
 
 
+def test_short_requests_come_back_together() -> None:
+    """None of them can pay for a trial, before which its prompt would have to be read: what many don't spend is enough for one."""
+    machine, costs, prior = Machine(0.1, 0.02), RoundCosts(), AcceptancePrior()
+
+    def request(alpha: float) -> int:
+        """Tokens that it drafts."""
+        policy, drafted, unread = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs)), 0, 30
+        for done in range(24):
+            gamma = policy.choose(23 - done, None, unread).gamma
+            unread = 1 if gamma else unread + 1
+            seen = []
+            while len(seen) < gamma and (not seen or seen[-1]):
+                seen.append(float(machine.chance.random() < alpha))
+            policy.observe(seen, machine.times(gamma))
+            drafted += gamma
+        policy.finish()
+        return drafted
+
+    for _ in range(60):
+        request(0.02)
+    assert 0 < sum(request(0.02) for _ in range(100)) < 120
+    assert min([request(0.9) for _ in range(40)][20:]) > 24
+
+
 def test_it_does_not_oscillate() -> None:
     machine, controller = Machine(0.1, 0.05), adaptive()
     run(controller, machine, 100, lambda _: 0.7)
