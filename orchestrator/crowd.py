@@ -25,7 +25,7 @@ from .round_costs import RoundCosts
 _CLEAR_GAIN = 1.03
 _ROUNDS_OF_A_PLAN = 2
 """Rounds of each request for which a plan holds."""
-_TRIAL_BUDGET = 0.0125
+_TRIAL_BUDGET = 0.0075
 """Share of the time of all that goes to trials, as far as they cost more than they bring."""
 _LEAST_INTERVAL = 8
 """Forwards between two trials."""
