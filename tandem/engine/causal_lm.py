@@ -116,21 +116,39 @@ class CausalLM:
         slots = on_device[3 * batch * width :] if adjacent is None else adjacent
         if self._joined is not None and _mostly_padding(feeds, width):
             return self._run_without_padding(self._joined, feeds, cells, slots, self.columns[:columns]).float()
-        logits = self.run(cells, slots, self.columns[:columns], keep)
+        logits = self.run(cells, slots, self.columns[:columns], keep, sees_all=self._sees_all(feeds, columns))
         _check_pieces(logits, feeds, at)
         whole = all(feed.rows == keep for feed in feeds)
         return (logits.flatten(0, 1) if whole else _wanted_rows(logits, feeds, at)).float()
 
-    def run(self, cells: torch.Tensor, slots: slice | torch.Tensor, held: torch.Tensor, keep: int) -> torch.Tensor:
+    def _sees_all(self, feeds: Sequence[Feed], columns: int) -> bool:
+        """Whether each token sees all columns: then the layers that are known here need no mask."""
+        return (
+            self._joined is not None
+            and self._pattern.window is None
+            and all(feed.start == columns - 1 for feed in feeds)  # so each has one token
+        )
+
+    def run(
+        self,
+        cells: torch.Tensor,
+        slots: slice | torch.Tensor,
+        held: torch.Tensor,
+        keep: int,
+        *,
+        sees_all: bool = False,
+    ) -> torch.Tensor:
         """The forward itself: ids, positions and store rows [3, batch, width], the slots [batch], and the columns that are
-        looked at. Returns the logits of the last `keep` tokens of each row, 0: of all."""
+        looked at, `sees_all` if all of them are by every token. Returns the logits of the last `keep` tokens of each row, 0: of
+        all."""
         token_ids, positions = cells[0], cells[1]
         self.cache.begin(cells[2].reshape(-1), slots, held.shape[0])
-        mask = self._mask(positions, held)
         logits = (
-            self._models_logits(token_ids, positions, mask, keep)
+            self._models_logits(token_ids, positions, self._mask(positions, held), keep)
             if self._joined is None
-            else self._joined.logits(token_ids, positions, mask, self.cache, keep)
+            else self._joined.logits(
+                token_ids, positions, None if sees_all else self._mask(positions, held), self.cache, keep
+            )
         )
         self.cache.end()
         return logits
@@ -198,6 +216,9 @@ class CausalLM:
         at[i]; a row of no feed is padding alone."""
         batch = slots.size
         packed = np.empty(3 * batch * width + batch, dtype=np.int64)
+        if batch == len(feeds) == 1 and width == feeds[0].token_ids.size:
+            self._pack_one(packed, feeds[0])
+            return packed
         token_ids, positions, write = packed[: 3 * batch * width].reshape(3, batch, width)
         packed[3 * batch * width :] = slots
         starts, sizes = np.zeros((2, batch), dtype=np.int64)
@@ -213,6 +234,14 @@ class CausalLM:
         token_ids[:] = 0
         token_ids[real] = np.concatenate([feeds[index].token_ids for index in np.argsort(at)])
         return packed
+
+    def _pack_one(self, packed: NDArray[np.int64], feed: Feed) -> None:
+        """The same for one feed, which has no padding, at a fraction of the time."""
+        width = feed.token_ids.size
+        packed[:width] = feed.token_ids
+        packed[width : 2 * width] = np.arange(feed.start, feed.start + width)
+        packed[2 * width : 3 * width] = packed[width : 2 * width] + feed.slot * self.cache.columns
+        packed[3 * width] = feed.slot
 
     def _mask(self, positions: torch.Tensor, held: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """True where a query may look, [batch, 1, width, columns]; one for each layer type if they differ."""

@@ -22,6 +22,8 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
 from tandem.engine.slot_cache import SlotCache, SlotLayer
 from tandem.engine.weight_layout import PackedProduct, can_pack, lay_side_by_side
 
+_MOST_KEPT = 16
+"""Tokens of a step whose places are kept for the next one of its size."""
 _KINDS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 """Exactly these: a subclass may compute something else."""
 
@@ -61,14 +63,24 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What the layers of a step have in common: how heads are turned, and where the large products are written, with the parts
-    that are read of them. Naming a part takes as long as a small operation does."""
+class _Turns:
+    """How heads are turned at each position, or for each token of a step."""
 
     cosines: torch.Tensor
-    """[tokens, 1, 2, dim / 2], as are the sines."""
+    """[positions, 1, 2, dim / 2], as are the sines."""
     sines: torch.Tensor
     """With the sign of what they are multiplied with."""
+
+    def at(self, positions: torch.Tensor) -> _Turns:
+        """Those of some positions, [tokens]."""
+        return _Turns(self.cosines.index_select(0, positions), self.sines.index_select(0, positions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Where the large products of a step are written, the same for all layers, with the parts that are read of them. Naming a part takes
+    as long as a small operation does."""
+
     joined: torch.Tensor
     """Queries, keys and values, [tokens, all heads * dim]."""
     turned: torch.Tensor
@@ -108,17 +120,21 @@ class JoinedLayers:
         self._dim: int = attention.head_dim
         self._query_heads: int = config.num_attention_heads
         self._key_heads: int = config.num_key_value_heads
+        self._turns: _Turns | None = None
+        """Those of all positions, where they are the same in every step; made in the first one."""
+        self._kept: dict[tuple[int, int], _Step] = {}
+        """By batch and tokens."""
 
     def logits(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor | dict[str, torch.Tensor],
+        mask: torch.Tensor | dict[str, torch.Tensor] | None,
         cache: SlotCache,
         keep: int,
     ) -> torch.Tensor:
         """Runs tokens at positions, both [batch, width], and stores their keys and values where the cache was told to. The
-        mask is added to the scores. Returns the logits of the last `keep` tokens of each row, 0: of all."""
+        mask is added to the scores; None where every token sees all columns. Returns the logits of the last `keep` tokens of each row, 0: of all."""
         batch, width = token_ids.shape
         hidden = self._hidden(token_ids.reshape(-1), positions, mask, cache, None)
         kept = hidden.view(batch, width, -1)[:, -keep:] if keep else hidden.view(batch, width, -1)
@@ -142,25 +158,46 @@ class JoinedLayers:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor | dict[str, torch.Tensor],
+        mask: torch.Tensor | dict[str, torch.Tensor] | None,
         cache: SlotCache,
         real: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the layers make of the tokens, [tokens, hidden size]."""
         hidden = functional.embedding(token_ids, self._embedding)
+        places = positions.reshape(-1) if real is None else positions.reshape(-1)[real]
+        turns = self._turned(hidden, places, cache)
         step = self._step(hidden, positions, real)
         for layer, store in zip(self._layers, cache.layers, strict=True):
             seen = mask[layer.mask] if isinstance(mask, dict) else mask
-            hidden.addmm_(self._attended(layer, hidden, step, seen, store), layer.attention_output)
+            hidden.addmm_(self._attended(layer, hidden, turns, step, seen, store), layer.attention_output)
             torch.mm(layer.mlp_norm(hidden), layer.gate_up, out=step.gate_up)
             hidden.addmm_(functional.silu(step.gate).mul_(step.up), layer.down)
         return hidden
 
+    def _turned(self, hidden: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> _Turns:
+        """For tokens at positions, [tokens]."""
+        if not _is_fixed(self._rotary) or torch.compiler.is_compiling():
+            return self._turns_at(hidden, positions)
+        if self._turns is None or self._turns.cosines.shape[0] < cache.columns:
+            self._turns = self._turns_at(hidden, torch.arange(cache.columns, device=positions.device))
+        return self._turns.at(positions)
+
+    def _turns_at(self, hidden: torch.Tensor, positions: torch.Tensor) -> _Turns:
+        cosines, sines = self._rotary(hidden, positions[None])
+        halves = (positions.shape[0], 1, 2, self._dim // 2)
+        return _Turns(cosines.reshape(halves), sines.reshape(halves) * self._signs)
+
     def _step(self, hidden: torch.Tensor, positions: torch.Tensor, real: torch.Tensor | None) -> _Step:
+        size = (positions.shape[0], hidden.shape[0])
+        if real is not None or hidden.shape[0] > _MOST_KEPT or torch.compiler.is_compiling():
+            return self._places(hidden, positions, real)
+        if size not in self._kept:
+            self._kept[size] = self._places(hidden, positions, None)
+        return self._kept[size]
+
+    def _places(self, hidden: torch.Tensor, positions: torch.Tensor, real: torch.Tensor | None) -> _Step:
         batch, tokens = positions.shape[0], hidden.shape[0]
         dim, queries, keys = self._dim, self._query_heads, self._key_heads
-        halves = (tokens, -1, 2, dim // 2)
-        cosines, sines = self._rotary(hidden, positions if real is None else positions.reshape(1, -1)[:, real])
         joined = hidden.new_empty(tokens, (queries + 2 * keys) * dim)
         heads = joined.view(tokens, -1, dim)
         own_queries = heads[:, :queries]
@@ -168,10 +205,8 @@ class JoinedLayers:
         gate_up = hidden.new_empty(tokens, self._layers[0].gate_up.shape[1])
         gate, up = gate_up.chunk(2, dim=-1)
         return _Step(
-            cosines=cosines.reshape(halves),
-            sines=sines.reshape(halves) * self._signs,
             joined=joined,
-            turned=heads[:, : queries + keys].view(halves),
+            turned=heads[:, : queries + keys].view(tokens, -1, 2, dim // 2),
             own_queries=own_queries,
             queries=padded.view(batch, -1, queries, dim).transpose(1, 2),
             keys=heads[:, queries : queries + keys],
@@ -184,7 +219,13 @@ class JoinedLayers:
         )
 
     def _attended(
-        self, layer: _Layer, hidden: torch.Tensor, step: _Step, mask: torch.Tensor, store: SlotLayer
+        self,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        turns: _Turns,
+        step: _Step,
+        mask: torch.Tensor | None,
+        store: SlotLayer,
     ) -> torch.Tensor:
         """What the heads found, [tokens, heads * dim]."""
         normed = layer.attention_norm(hidden)
@@ -192,7 +233,7 @@ class JoinedLayers:
             torch.mm(normed, layer.queries_keys_values, out=step.joined)
         else:
             torch.addmm(layer.bias, normed, layer.queries_keys_values, out=step.joined)
-        _turn(step.turned, step.cosines, step.sines)
+        _turn(step.turned, turns.cosines, turns.sines)
         keys, values = store.store(step.keys, step.values)
         if step.real is not None:
             step.padded.index_copy_(0, step.real, step.own_queries)
@@ -262,6 +303,11 @@ def _can_be_packed(model: Any) -> bool:
 
 def _packed_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return PackedProduct(model.lm_head.weight.detach())
+
+
+def _is_fixed(rotary: Any) -> bool:
+    """Whether heads at a position are turned alike in every step, however long the longest of its sessions is."""
+    return "dynamic" not in rotary.rope_type and rotary.rope_type != "longrope"
 
 
 def _turn(heads: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> None:

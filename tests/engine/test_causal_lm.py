@@ -77,6 +77,40 @@ def test_padding_is_not_computed_where_it_is_much(
     assert tokens == [40, 10, 10, 12], "the last ones, padding included, since it is little"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "spared"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, False),
+        ("mistral", {"sliding_window": 6}, False),
+    ],
+)
+def test_no_mask_is_made_where_all_is_seen(
+    model_type: str, changes: dict[str, object], spared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By single tokens of sessions of one length, if no layer has a window."""
+    model = random_model(model_type, **changes)
+    lm = over_slots(model)
+    lm.cache.fill_with_noise()
+    first, second = random_ids(1, 12), random_ids(2, 12)
+    lm.forward([Feed(0, 0, first[:9], 1), Feed(1, 0, second[:8], 1)])
+    masks: list[torch.Tensor] = []
+    mask = CausalLM._mask
+    monkeypatch.setattr(CausalLM, "_mask", lambda self, *given: masks.append(given[0]) or mask(self, *given))
+    alone = lm.forward([Feed(1, 8, second[8:9], 1)])
+    assert relative(alone, plain_logits(model, second[:9])[-1:]) < TOLERANCE
+    beside = lm.forward([Feed(0, 9, first[9:10], 1), Feed(1, 9, second[9:10], 1)])
+    expected = torch.cat([plain_logits(model, ids[:10])[-1:] for ids in (first, second)])
+    assert relative(beside, expected) < TOLERANCE
+    assert len(masks) == (0 if spared else 2)
+    lm.forward([Feed(0, 10, first[10:11], 1)])
+    unequal = lm.forward([Feed(0, 11, first[11:], 1), Feed(1, 10, second[10:11], 1)])
+    expected = torch.cat([plain_logits(model, ids)[-1:] for ids in (first, second[:11])])
+    assert relative(unequal, expected) < TOLERANCE
+    assert len(masks) == (1 if spared else 4)
+
+
 def test_pieces_of_a_prefill_beside_a_block_are_looked_at_for_what_is_no_number() -> None:
     """They want no logits, and are run with their padding."""
     model = random_model()

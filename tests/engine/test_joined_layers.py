@@ -12,6 +12,7 @@ from draft_service.config import DraftConfig
 from tandem import config
 from tandem.engine import joined_layers
 from tandem.engine.faults import ModelError
+from tandem.engine.feed import Feed
 from tandem.engine.joined_layers import JoinedLayers, can_be_joined
 from tandem.engine.loading import ModelOptions, load
 from tandem.engine.weight_layout import PackedProduct
@@ -90,6 +91,16 @@ def test_the_models_own_layers_see_parts_of_the_joined_weights() -> None:
     assert len(held) == 2 * 4 + 1  # four products a layer, and the head's own copy
     assert model.lm_head.weight is not embedding
     assert not isinstance(joined._head, PackedProduct)
+
+
+@pytest.mark.parametrize(("rope_type", "once"), [("default", True), ("linear", True), ("dynamic", False)])
+def test_heads_are_turned_by_a_table_only_where_steps_turn_alike(rope_type: str, once: bool) -> None:
+    model = random_model(rope_parameters={"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4})
+    lm, ids = over_slots(model), random_ids(1, 20)
+    logits = lm.forward([Feed(3, 0, ids, 20)])
+    assert relative(logits, plain_logits(model, ids)) < TOLERANCE
+    assert lm._joined is not None
+    assert (lm._joined._turns is not None) == once
 
 
 def test_a_packed_head_leaves_the_models_own_to_the_model() -> None:
