@@ -28,13 +28,11 @@ from .recorder import RoundRecorder
 from .replica_pool import ReplicaPool, WorkerSession
 from .round_costs import ORDINARY_TOKENS, WorkerTime
 from .verdicts import P_SUM_TOLERANCE, ReceivedVerdict
-from .worker_stream import AnswerLate, ItemFailed, Replica, StreamLost, WorkerKind
+from .worker_stream import AnswerLate, ItemFailed, StreamLost, WorkerKind
 
 log = logging.getLogger(__name__)
 
 TargetPool = ReplicaPool[target_pb2.VerifyItem, ReceivedVerdict]
-
-TargetReplica = Replica[target_pb2.VerifyItem, ReceivedVerdict]
 
 TARGET: WorkerKind[target_pb2.VerifyItem, ReceivedVerdict] = WorkerKind(
     role="target",
@@ -229,7 +227,8 @@ class Scoring:
         if traceparent:
             item.traceparent = traceparent
         try:
-            received = await self._asked(replica, item, proposed, meanwhile)
+            # Not kept: a failure in it would keep this frame, and with it the request's tokens.
+            received = await replica.submit(item, self._policy.timeout, proposed, meanwhile)
         except AnswerLate:
             raise TimeoutError(f"the target did not answer within {self._policy.timeout:g} s") from None
         sizes = [len(ids) // wire.TOKEN_BYTES for ids in proposed.supports]
@@ -239,20 +238,6 @@ class Scoring:
         self.worker_time = WorkerTime.of(verdict)
         self._session.cached_length = verdict.cached_length
         return rows
-
-    def _asked(
-        self,
-        replica: TargetReplica,
-        item: target_pb2.VerifyItem,
-        proposed: Proposed,
-        meanwhile: Callable[[], None] | None,
-    ) -> asyncio.Future[ReceivedVerdict]:
-        """Who awaits it had better not keep it: a failure in it would keep the frame that does, and with it the request's tokens."""
-        answer = replica.submit(item, self._policy.timeout, proposed)
-        if meanwhile is not None:
-            # Behind whoever sends a lone item; with others in its turn it may be before.
-            answer.get_loop().call_soon(meanwhile)
-        return answer
 
     def _checked(self, received: ReceivedVerdict, sizes: Sequence[int], count: int) -> list[TargetRow]:
         answered = received.rows

@@ -167,6 +167,8 @@ class Replica(Generic[ItemT, AnswerT]):
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._outbox: list[ItemT] = []
+        self._meanwhile: list[Callable[[], None]] = []
+        """What is to be done while the replica is at work on them."""
         self._releases: list[str] = []
         self._pending: dict[tuple[str, int], _Pending[AnswerT]] = {}
         """In the order in which they were sent, which is that of their deadlines: all have the same time."""
@@ -199,9 +201,16 @@ class Replica(Generic[ItemT, AnswerT]):
         """Sessions that its cache has room for."""
         return self.info.slots if self.info is not None else 0
 
-    def submit(self, item: ItemT, seconds: float = math.inf, about: Any = None) -> asyncio.Future[AnswerT]:
+    def submit(
+        self,
+        item: ItemT,
+        seconds: float = math.inf,
+        about: Any = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> asyncio.Future[AnswerT]:
         """Sends an item with this turn's batch. The future fails with ItemFailed, StreamLost or, after `seconds`, the same for
-        all items, with AnswerLate. `about` is for who reads the answer."""
+        all items, with AnswerLate. `about` is for who reads the answer. `meanwhile` is called once the batch is on its way, if it
+        gets that far."""
         if not self._ready:
             raise StreamLost(f"{self.role} {self.address} is not connected")
         key = (item.request_id, item.cache_epoch)
@@ -213,6 +222,8 @@ class Replica(Generic[ItemT, AnswerT]):
         if self._deadline_timer is None and seconds < math.inf:
             self._deadline_timer = loop.call_at(deadline, self._end_waits)
         self._outbox.append(item)
+        if meanwhile is not None:
+            self._meanwhile.append(meanwhile)
         self._wake.set()
         return future
 
@@ -364,6 +375,10 @@ class Replica(Generic[ItemT, AnswerT]):
             releases, self._releases = self._releases, []
             if not self._outbox:
                 self._wake.clear()
+            if self._meanwhile:
+                # Behind the write, which is handed to gRPC before it waits for anything.
+                self._loop.call_soon(_call_all, self._meanwhile)
+                self._meanwhile = []
             await call.write(self._kind.pack(items, releases))
 
     async def _gathered(self) -> None:
@@ -390,6 +405,7 @@ class Replica(Generic[ItemT, AnswerT]):
         if was_ready:
             self._lost_at = time.monotonic()
         self._outbox.clear()
+        self._meanwhile.clear()
         self._releases.clear()
         self._wake.clear()
         lost, self._pending = self._pending, {}
@@ -411,6 +427,11 @@ def _first_batch(items: list[ItemT]) -> int:
         if size > MAX_BATCH_BYTES:
             return max(index, 1)
     return min(len(items), MAX_ITEMS_PER_BATCH)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
