@@ -67,6 +67,10 @@ class Completion:
 
     def take(self, token_ids: Sequence[int], kinds: Sequence[TokenKind]) -> list[EmittedToken]:
         """Takes the tokens of a round, up to the end of the completion if it lies among them."""
+        if self.finish_reason is None and not self.may_end_in(token_ids):
+            self.length += len(token_ids)
+            texts = self._detokenizer.push_all(token_ids)
+            return [EmittedToken(*each) for each in zip(token_ids, kinds, texts, strict=True)]
         emitted: list[EmittedToken] = []
         for token_id, kind in zip(token_ids, kinds, strict=True):
             if self.finish_reason is not None:

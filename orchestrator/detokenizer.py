@@ -38,6 +38,19 @@ class Detokenizer:
             return ""
         return self._give_out(piece, len(self._window))
 
+    def push_all(self, token_ids: Sequence[int]) -> list[str]:
+        """What `push` says of each of them, in fewer calls."""
+        decode, window, pieces = self._decode, self._window, []
+        for token_id in token_ids:
+            if self._read == 1 and len(window) == 1:  # the one before, whose text was given out: so it is nearly always
+                piece = decode([window[0], token_id])[len(decode(window)) :]
+                if piece and piece[-1] != _REPLACEMENT:
+                    window[0] = token_id
+                    pieces.append(piece)
+                    continue
+            pieces.append(self.push(token_id))
+        return pieces
+
     def flush(self) -> str:
         """What is left when no token follows: an unfinished character, as replacement characters."""
         piece = self._new_text()

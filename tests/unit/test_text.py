@@ -69,6 +69,12 @@ def test_any_ids_concatenate_to_the_decoded_whole(decode: Callable[[Sequence[int
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
     assert "".join(pieces) == decode(ids)
+    in_rounds, said, start = Detokenizer(decode), [], 0
+    while start < len(ids):
+        end = start + generator.randrange(1, 7)
+        said += in_rounds.push_all(ids[start:end])
+        start = end
+    assert [*said, in_rounds.flush()] == pieces, "a token's text depends on the round that it came in"
 
 
 @given(seed=st.integers(0, 2**32))
