@@ -4,8 +4,7 @@ The commit is the only point where tokens become real, and only what the caller 
 proposal and verification run beside it. If the commit fails, the round that ran ahead is thrown away. It fails too where the
 request's sampling was changed since the round began: neither round counts then, and a new decoder goes on from what is committed.
 
-A block is checked while the target verifies it, or among many requests just before it is sent, and the verification of what
-turns out to be no block is void.
+A block is checked while the target verifies it, and the verification of what turns out to be no block is void.
 
 The next round's first item leaves as soon as the tokens are known: their text is made while it is answered. Only where they may end
 the completion, which the text may have to tell, it is made first.
@@ -245,9 +244,10 @@ async def _ended(ahead: asyncio.Task[_Scored] | None) -> None:
 def before_dead_end(outcome: Outcome, rows: Sequence[TargetRow]) -> Outcome:
     """The outcome up to a row where the output's form allows nothing, which the next round meets again; so what is emitted
     doesn't depend on blocks. Raises DeadEnd where that is the first row."""
-    dead = next((index for index, row in enumerate(rows[: len(outcome.token_ids)]) if row.dead_end), None)
-    if dead is None:
+    dead_ends = [row.dead_end for row in rows[: len(outcome.token_ids)]]
+    if True not in dead_ends:
         return outcome
+    dead = dead_ends.index(True)
     if dead == 0:
         raise DeadEnd("structured_output: it is too complex to go on with", "DEAD_END")
     return replace(outcome, token_ids=outcome.token_ids[:dead], kinds=outcome.kinds[:dead], accepted=dead)

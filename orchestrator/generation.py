@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 
@@ -38,6 +38,8 @@ REPLAY_TOKENS = 64
 """In one response of a resumption: turning them into text takes about a millisecond of the event loop."""
 DEADLINE_SLACK_SECONDS = 0.05
 """The caller's clock runs ahead of the one here by the time of the way: its cancellation may come before the deadline."""
+
+_Send = Callable[[api.GenerateResponse], Awaitable[None]]
 
 
 class Generations:
@@ -142,13 +144,8 @@ class Generations:
         decode = vocabulary.decode_all if session.plan.keep_special_tokens else vocabulary.decode
         completion = Completion(session.plan, decode)
         try:
-            start: api.GenerationStart | None = await self._start(session)
-            async with aclosing(self._responses(session, completion, recorder)) as responses:
-                async for response in responses:
-                    if start is not None:
-                        response.start.CopyFrom(start)
-                        start = None
-                    await call.write(response)
+            send = _Reader(call, await self._start(session)).send
+            await self._respond(session, completion, recorder, send)
         except STORE_FAULTS as fault:
             if isinstance(fault, StoreFull):
                 await self._give_up(session, call, recorder, as_failure(fault))
@@ -182,26 +179,28 @@ class Generations:
             start.prompt_text = await asyncio.to_thread(self._runtime.vocabulary.decode, list(start.prompt_token_ids))
         return start
 
-    async def _responses(
-        self, session: Session, completion: Completion, recorder: RequestRecorder
-    ) -> AsyncGenerator[api.GenerateResponse]:
+    async def _respond(self, session: Session, completion: Completion, recorder: RequestRecorder, send: _Send) -> None:
+        # No generators that pass on each other's responses: each wait in a round would be resumed through all of them.
         async for response in _replay(session, completion):
-            yield response
+            await send(response)
         if session.ownership is None:
-            yield api.GenerateResponse(finish=session.finish)
+            await send(api.GenerateResponse(finish=session.finish))
         elif completion.finish_reason is not None:
             # Its owner was lost between the last commit and the end.
             response = api.GenerateResponse(finish=_finish(session.plan, completion, recorder.statistics))
             await self._end(session, session.ownership, session.ownership.epoch, response)
-            yield response
+            await send(response)
         else:
-            async with aclosing(self._rounds(session, session.ownership, completion, recorder)) as rounds:
-                async for response in rounds:
-                    yield response
+            await self._rounds(session, session.ownership, completion, recorder, send)
 
     async def _rounds(
-        self, session: Session, ownership: Ownership, completion: Completion, recorder: RequestRecorder
-    ) -> AsyncGenerator[api.GenerateResponse]:
+        self,
+        session: Session,
+        ownership: Ownership,
+        completion: Completion,
+        recorder: RequestRecorder,
+        send: _Send,
+    ) -> None:
         runtime, name, plan = self._runtime, session.worker_session, session.plan
         # Once: the only target may be away for a moment when the sampling is changed.
         limits = runtime.limits()
@@ -214,11 +213,9 @@ class Generations:
         try:
             while True:
                 try:
-                    stretch = self._stretch(session, ownership, completion, drafting, scoring, recorder, limits)
-                    async with aclosing(stretch) as responses:
-                        async for response in responses:
-                            yield response
-                    return
+                    return await self._stretch(
+                        session, ownership, completion, drafting, scoring, recorder, limits, send
+                    )
                 except ConfigChanged as changed:
                     session, ownership = await self._reread(session, ownership, changed.stored)
                     await _take_again(session, completion)
@@ -239,7 +236,8 @@ class Generations:
         scoring: Scoring,
         recorder: RequestRecorder,
         limits: Limits,
-    ) -> AsyncGenerator[api.GenerateResponse]:
+        send: _Send,
+    ) -> None:
         """The rounds under one sampling. Raises ConfigChanged where it is changed."""
         runtime, plan, statistics = self._runtime, session.plan, recorder.statistics
         # The targets of another orchestrator, where the request began or was changed, may take longer blocks.
@@ -249,17 +247,17 @@ class Generations:
         decoder = Decoder(
             plan, completion, drafting, scoring, gamma, runtime.store, ownership, session.committed, recorder
         )
-        drafted = statistics.drafted
+        before = statistics.drafted
         try:
             async with aclosing(decoder.rounds()) as rounds:
                 async for emitted in rounds:
                     response = _response(emitted)
-                    response.draft_tokens = statistics.drafted - drafted
                     drafted = statistics.drafted
+                    response.draft_tokens, before = drafted - before, drafted
                     if completion.finish_reason is not None:
                         response.finish.CopyFrom(_finish(plan, completion, statistics))
                         await self._end(session, ownership, decoder.epoch, response)
-                    yield response
+                    await send(response)
         except BaseException:
             # Rounds were dropped that it has observed: those that follow a change, or a resumption, draw the same positions with the same
             # randomness, on which their choice may not depend.
@@ -282,6 +280,21 @@ class Generations:
                 # Too late to change a token: all are committed.
                 session, ownership = await self._reread(session, ownership, changed.stored)
                 epoch = ownership.epoch
+
+
+class _Reader:
+    """Who gets the responses, the first one with what the request is."""
+
+    def __init__(self, call: Call, start: api.GenerationStart) -> None:
+        self._call = call
+        self._start: api.GenerationStart | None = start
+
+    def send(self, response: api.GenerateResponse) -> Awaitable[None]:
+        """To be awaited at once."""
+        if self._start is not None:
+            response.start.CopyFrom(self._start)
+            self._start = None
+        return self._call.write(response)
 
 
 async def _replay(session: Session, completion: Completion) -> AsyncGenerator[api.GenerateResponse]:

@@ -201,7 +201,7 @@ def residual_weights(p: ProbArray, q: ProbArray, outside_mass: float) -> NDArray
 
 
 def _decide(drafted: Drafted, row: TargetRow, u_accept: float, u_residual: float) -> tuple[int, bool]:
-    p, q = float(row.p[drafted.index]), float(drafted.q[drafted.index])
+    p, q = row.p.item(drafted.index), drafted.q.item(drafted.index)  # at half the cost of float(row.p[...])
     if q <= 0.0:
         raise DraftContractError("the draft token has no mass in q")
     if u_accept * q < p:  # u < p/q, without the division

@@ -241,6 +241,11 @@ async def test_what_was_seen_of_a_dropped_round_is_not_handed_on(
     runtime = SimpleNamespace(store=store, gamma_policy=lambda _: gamma)
     limits = SimpleNamespace(max_speculative_tokens=0)
     completion = Completion(PLAN, lambda ids: "x" * len(ids))
+    ids: list[int] = []
+
+    async def send(response: api.GenerateResponse) -> None:
+        ids.extend(token.token_id for token in response.tokens)
+
     stretch = Generations(runtime, SimpleNamespace())._stretch(  # type: ignore[arg-type]
         Session(PLAN, "model", ownership),
         ownership,
@@ -249,11 +254,10 @@ async def test_what_was_seen_of_a_dropped_round_is_not_handed_on(
         Counting(),
         recorder(),
         limits,  # type: ignore[arg-type]
+        send,
     )
-    ids: list[int] = []
     try:
-        async for response in stretch:
-            ids += [token.token_id for token in response.tokens]
+        await stretch
     except ConfigChanged:
         assert changed
     assert ids == [3, 4, 5, 6][: 2 if changed else 4]
