@@ -109,16 +109,17 @@ async def _adaptive_cases(bench: _Bench, cases: Sequence[ServingCase]) -> list[A
     for concurrency in steps(bench.options.concurrencies, "adaptive"):
         of_it = [case for case in cases if case.concurrency == concurrency]
         best = max(of_it, key=lambda case: case.tokens_per_second).gamma
-        turns = [await _turn(bench, concurrency, best, turn) for turn in range(2 * (bench.options.repeats + 1))]
+        sides = [0, None, 0, *([best] if best else [])]
+        count = len(sides) * ((bench.options.repeats + 1) // 2)  # each side is the first one as often as the others
+        turns = [await _turn(bench, concurrency, sides, turn) for turn in range(count)]
         found.append(adaptive_case(concurrency, best, turns))
     return found
 
 
-async def _turn(bench: _Bench, concurrency: int, best: int, turn: int) -> Turn:
-    sides = [0, None, 0, *([best] if best else [])]
+async def _turn(bench: _Bench, concurrency: int, sides: Sequence[int | None], turn: int) -> Turn:
     loads: dict[int, Load] = {}
     for step in range(len(sides)):
-        place = (turn + step) % len(sides)  # else what comes first would always be the same
+        place = (turn + step) % len(sides)
         requests = _requests(bench, concurrency, sides[place], 1000 * turn + 700)
         loads[place] = await _load(bench, bench.together, requests)
     return Turn((loads[0], loads[2]), loads[1], loads.get(3))

@@ -9,13 +9,15 @@ to what its request expects of the round as one token more for each request woul
 As SmartSpec chooses one block size for a batch (Liu et al., "Optimizing speculative decoding for serving large language models
 using goodput", 2024), but a batch may hold requests of which the draft knows much and others of which it knows little; and a
 mean of times, unlike the tokens of all together, doesn't grow by what the quick ones gain at the expense of the slow ones.
+
+Requests with a fixed gamma are no members: what they make the others wait for is in the times, but not in what is weighed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ _TRIAL_BUDGET = 0.0075
 """Share of the time of all that goes to trials, as far as they cost more than they bring."""
 _LEAST_INTERVAL = 8
 """Forwards between two trials."""
+_PLAIN_INTERVAL = 64
+"""Forwards after which there is one without blocks, to know what that costs today."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,31 @@ class Crowd:
         self._choices = 0
         """Of gamma, by all requests: about as many as they have rounds."""
         self._plan_until = 0
-        self._forward = self._last_trial = costs.forwards
-        self._trial = False
-        """Whether requests may try after this forward."""
+        self._seeds: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._twins: WeakSet[object] = WeakSet()
+        """Those with another one's seed: what they see may be what the other one has yet to draw."""
+        self._trial = self._trial_before = self._rest = costs.forwards
+        """The forwards after which requests tried last, and before that, and went without blocks."""
+        self._left = 0
+        """Choices that may still be of that trial, or of that rest."""
+
+    def join(self, request: object, seed: int) -> None:
+        """A request whose tokens are drawn with this seed, and depend on the length of blocks."""
+        twins = [other for other, its in self._seeds.items() if its == seed]
+        self._seeds[request] = seed
+        if twins:
+            self._twins.update((request, *twins))
+            for each in twins:
+                self._drop(each)
+
+    def has_twin(self, request: object) -> bool:
+        """Whether what it sees must not bear upon another one's choices."""
+        return request in self._twins
+
+    def leave(self, request: object) -> None:
+        """It is over."""
+        self._chances.pop(request, None)
+        self._seeds.pop(request, None)
 
     def plan(self, request: object, chances: Sequence[float]) -> Plan:
         """For a request whose next block's tokens have these chances, by position, to be accepted."""
@@ -72,7 +98,12 @@ class Crowd:
         return self._plan
 
     def forget(self, request: object) -> None:
-        """Leaves nothing of it: its positions will be drawn again with the same randomness, on which no choice may depend."""
+        """Leaves nothing of it in the plan: its positions will be drawn again with the same randomness, on which its choices may not
+        depend."""
+        self._seeds.pop(request, None)
+        self._drop(request)
+
+    def _drop(self, request: object) -> None:
         if self._chances.pop(request, None) is not None:
             self._plan, self._plan_until = Plan(), 0
 
@@ -80,13 +111,26 @@ class Crowd:
         """Whether a request may draft a token where the plan has none, although the draft has so many seconds to read before. All that
         come from the same forward may, and then none for long: one block costs the others nearly as much as one for each of them."""
         now = self._costs.forwards
-        if now != self._forward:
-            self._forward = now
-            rounds = self._plan.trial_rounds + reading / self._plan.plain_seconds
-            self._trial = now - self._last_trial >= max(_LEAST_INTERVAL, rounds / _TRIAL_BUDGET)
-            if self._trial:
-                self._last_trial = now
-        return self._trial
+        rounds = self._plan.trial_rounds + reading / self._plan.plain_seconds
+        joins = now == self._trial and self._left > 0
+        since = now - (self._trial_before if joins else self._trial)
+        if since < max(_LEAST_INTERVAL, rounds / _TRIAL_BUDGET):
+            return False
+        if not joins:
+            self._trial_before, self._trial, self._left = self._trial, now, round(self._costs.batch)
+        self._left -= 1  # where no block comes of it, nothing is heard that would end it
+        return True
+
+    def rests(self) -> bool:
+        """Whether a request goes without a block although the plan has some: all do after the same forward."""
+        now = self._costs.forwards
+        if now == self._rest and self._left > 0:
+            self._left -= 1
+            return True
+        if now - max(self._rest, self._costs.plain_forward) < _PLAIN_INTERVAL:
+            return False
+        self._rest, self._left = now, round(self._costs.batch) - 1
+        return True
 
     def _best(self) -> Plan:
         yields = _Yields(list(self._chances.values()))

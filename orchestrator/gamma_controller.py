@@ -1,9 +1,10 @@
 """gamma, the tokens that a round drafts: fixed by the request, or chosen anew in each round.
 
-The adaptive choice maximises the expected tokens of a round over its expected time (`tandem/cost_model.py`). Tokens come
+The adaptive choice maximises the expected tokens of a round over its expected time (`tandem/cost_model.py`); of requests that
+share forwards, what `crowd.py` says is best for all of them. Tokens come
 from this request's acceptance by position, the exact sum min(p, q) of each position reached, with what requests before
 it saw as a prior; times from `round_costs`. It changes its mind only for a clear gain. A request that does best without
-a block tries one now and then, at intervals that grow while it disappoints.
+a block tries one now and then, at intervals that grow while it disappoints; those that share forwards try together.
 
 Where the draft ends blocks early, gamma is the most of a block. A position that was not proposed says nothing of its
 acceptance; how often blocks go on to it is learnt beside that, and both tokens and time are those of the blocks that
@@ -11,14 +12,14 @@ come. The choice also says what chance of standing makes one more token worth it
 
 Exactness does not depend on any of this: a choice uses only rounds whose tokens are already decided, so the block's
 length is a function of what precedes it, of times and of other requests, but never of the randomness of the positions
-it covers. Whatever the length, each token then has the target's distribution given what precedes it.
+it covers (nor do requests that run with the same seed at the same time tell each other what they see). Whatever the length, each token then has the target's distribution given what precedes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import Protocol
 
@@ -234,6 +235,11 @@ class Persistence:
                 self._went_on[index][position] = keep * self._went_on[index][position] + weight * went_on
                 self._could[index][position] = keep * self._could[index][position] + weight
 
+    def chances(self, acceptance: Sequence[float]) -> list[float]:
+        """Of each token of a block to be proposed and accepted, given the acceptance by position."""
+        tokens, _ = self.blocks(acceptance, [0.0] * (len(acceptance) + 1))
+        return [after - before for before, after in pairwise(tokens)]
+
     def blocks(self, acceptance: Sequence[float], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
         """Expected tokens and seconds of rounds whose blocks have at most 0, 1, ... tokens, given the acceptance by position and
         the seconds of whole blocks."""
@@ -253,11 +259,20 @@ class AdaptiveGamma:
     """Chooses gamma for one request."""
 
     def __init__(
-        self, costs: RoundCosts, prior: AcceptancePrior, longest: int, speed: SpeedEstimate, crowd: Crowd | None = None
+        self,
+        costs: RoundCosts,
+        prior: AcceptancePrior,
+        longest: int,
+        speed: SpeedEstimate,
+        crowd: Crowd | None = None,
+        seed: int | None = None,
     ) -> None:
-        """`crowd`: the requests that it may share forwards with; None: it is alone."""
+        """`crowd`: the requests that it may share forwards with; None: it is alone. `seed`: of tokens that depend on the length of
+        blocks; None where none do."""
         self._costs = costs
         self._crowd = crowd
+        if crowd is not None and seed is not None:
+            crowd.join(self, seed)
         self._speed = speed
         self._prior = prior
         self._acceptance = Acceptance(prior, longest)
@@ -304,13 +319,16 @@ class AdaptiveGamma:
 
     def _choose_in(self, crowd: Crowd, longest: int, room: int, to_read: int) -> Choice:
         """By what is best for all that it shares forwards with."""
-        chances = list(accumulate(self._acceptance.by_position(longest), mul))
-        plan = crowd.plan(self, chances)
+        chances = self._persistence.chances(self._acceptance.by_position(longest))
+        told = list(accumulate(self._prior.by_position(longest), mul)) if crowd.has_twin(self) else chances
+        plan = crowd.plan(self, told)
         gamma, tokens = block_worth(chances[: plan.depth], plan.price)
         reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
         dear = reading > room * plan.plain_seconds * (1.0 - 1.0 / plan.speedup) if reading else False
         self._gamma = gamma
         if gamma and not dear:
+            if crowd.rests():
+                return Choice(0, "trial", plan.speedup)
             return Choice(gamma, "best", plan.speedup, min(1.0, max(_LEAST_WORTH, plan.price * tokens)))
         self._since_trial += 1
         # Where the others draft, a block of one's own costs little; else all try in the same round.
@@ -339,8 +357,10 @@ class AdaptiveGamma:
     def finish(self) -> None:
         """Hands on what was learnt."""
         self._acceptance.hand_on()
-        left = _TRIAL_BUDGET * self._rounds - self._trials_lost
-        self._prior.saved = min(max(0.0, self._prior.saved + (_SAVED * left if left > 0.0 else left)), _MOST_SAVED)
+        left = max(0.0, _TRIAL_BUDGET * self._rounds - self._trials_lost)
+        self._prior.saved = min(self._prior.saved + _SAVED * left, _MOST_SAVED)
+        if self._crowd is not None:
+            self._crowd.leave(self)
 
     def withdraw(self) -> None:
         """Lets nobody have a choice depend on it."""
@@ -369,10 +389,12 @@ class AdaptiveGamma:
         lost = (reading + seconds[trial] * (1.0 - rates[trial] / rates[0])) / seconds[0]
         saved = self._prior.saved
         too_soon = lost > _TRIAL_PRICE * self._since_trial + saved
-        if too_soon or self._trials_lost + lost > _TRIAL_BUDGET * (self._rounds + room) + saved:
+        borrowed = max(0.0, self._trials_lost + lost - _TRIAL_BUDGET * (self._rounds + room))
+        if too_soon or borrowed > saved:
             return Choice(0, "best", 1.0)
+        self._prior.saved -= borrowed
         self._since_trial = 0
-        self._trials_lost += max(0.0, lost)
+        self._trials_lost += max(0.0, lost) - borrowed
         self._trial_expected = tokens[trial] - 1.0
         return Choice(trial, "trial", rates[trial] / rates[0])
 

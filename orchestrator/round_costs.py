@@ -1,14 +1,14 @@
 """What rounds cost on this deployment, learnt from the rounds themselves: C_d and C_t as the workers report them, and
 what a round waits beyond that.
 
-A forward is timed by the tokens it runs, all its requests together. So the cost of a block size can be read off for the
-case that every request of the batch takes it, which is what a policy followed by all of them amounts to: each alone
-would see its longer block paid for by the others.
+A forward is timed by the tokens it runs, all its requests together: what `crowd.py` needs for requests that share forwards, and
+`round_seconds` for the case that all of them take the same block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
@@ -42,6 +42,8 @@ _SLOPE_OF_ONE = 0.05
 """Cost of one more token over that of the forward, where a single size was ever timed."""
 _LEAST_SHARE = 0.2
 """A smaller forward than any timed is taken to cost at least this share of the smallest one timed."""
+_RECENT = 8
+"""Forwards among which one that is told of again is looked for."""
 TOGETHER = 1.5
 """Requests in a forward from which on waiting for others is the rule."""
 
@@ -97,8 +99,9 @@ class FadingMean:
     def add(self, observed: float) -> None:
         """One more."""
         self.count += 1
-        if observed > max(self._usual, self.value):
-            self.value += _SELDOM * (observed - self.value)
+        usual = max(self._usual, self.value)
+        if observed > usual:
+            self.value += _SELDOM * (min(observed, usual * _MOST_TIMES) - self.value)
         elif self.count > _FIRST:
             if self._bounded and self.value > 0.0:
                 observed = min(max(observed, self.value / _MOST_TIMES), self.value * _MOST_TIMES)
@@ -209,6 +212,14 @@ class ForwardCurve:
         return shares[above - 1] + between * (shares[above] - shares[above - 1])
 
 
+@dataclass(slots=True)
+class _Heard:
+    """A forward, and the shortest wait of those that were in it: the others waited for that one to come."""
+
+    forward: WorkerTime
+    shortest_wait: float
+
+
 class RoundCosts:
     """What a round of any block size would take now; shared by all requests of an orchestrator."""
 
@@ -221,18 +232,20 @@ class RoundCosts:
         """The last of them that had no block."""
         self.forwards = 0
         """The target's, of which a round has told."""
+        self.plain_forward = 0
+        """The last of them without any block."""
         self._draft = ForwardCurve()
         self._target = ForwardCurve()
-        self._target_forward: WorkerTime | None = None
-        """The last one that was heard of."""
+        self._recent: deque[_Heard] = deque()
+        """Forwards of several requests that were heard of last; several targets answer in turns."""
+        self._items = FadingMean(1.0)
+        """In a forward of the target."""
         self._draft_batch = FadingMean(1.0)
         # Of the requests: how many there are is known at once, how many of them share a forward only by their rounds.
         self._target_share = FadingMean(1.0)
         # How the waits compare with the work: queues, and for the draft what it did ahead of time.
         self._draft_wait = FadingMean(1.0, bounded=False, usual=TOGETHER)
         self._target_wait = FadingMean(1.0, usual=1.0)
-        self._shortest_wait: float | None = None
-        """Of the requests of the last forward: others may have waited for that one to come."""
         # What a round waits beyond the work whatever the size of its block: wire and bookkeeping.
         self._draft_overhead = FadingMean()
         self._target_overhead = FadingMean()
@@ -262,8 +275,9 @@ class RoundCosts:
 
     @property
     def batch(self) -> float:
-        """Requests that a forward of the target is likely to have, at least one."""
-        return max(1.0, self._target_share.value * self._requests())
+        """Requests that a forward of the target is likely to have, at least one; while none runs, as it was."""
+        requests = self._requests()
+        return max(1.0, self._target_share.value * requests if requests else self._items.value)
 
     @property
     def crossing(self) -> float:
@@ -305,11 +319,12 @@ class RoundCosts:
             self._draft_batch.add(draft.items / draft.forwards)
             self._draft.add(draft.tokens / draft.forwards, draft.seconds / draft.forwards)
         work = block * self._draft.seconds(self._draft_batch.value)
-        if self._requests() <= 1:
-            self._draft_overhead.add(max(0.0, waited - draft.seconds))
-            mine = draft.seconds  # nothing of what was drafted ahead
-        else:
-            mine = max(0.0, waited - self._draft_overhead.value)
+        beyond = max(0.0, waited - draft.seconds)
+        alone = self.batch <= TOGETHER and draft.items <= max(1, draft.forwards)
+        if alone or beyond < self._draft_overhead.value:
+            self._draft_overhead.add(beyond)
+        # Alone nothing of what was drafted ahead.
+        mine = draft.seconds if alone else max(0.0, waited - self._draft_overhead.value)
         if work > 0.0:
             self._draft_wait.add(min(mine / work, _MOST_TIMES))
 
@@ -319,19 +334,24 @@ class RoundCosts:
             target = WorkerTime(waited, 1, rows, 1)
         if target.forwards != 1:
             return 1.0
-        requests = self._requests()
-        if requests <= 1:
-            self._target_overhead.add(max(0.0, waited - target.seconds))
+        beyond = max(0.0, waited - target.seconds)
+        # Among others it is mostly a wait for theirs; but no overhead is longer than what any round took.
+        if (self.batch <= TOGETHER and target.items <= 1) or beyond < self._target_overhead.value:
+            self._target_overhead.add(beyond)
         wait = max(1.0, (waited - self._target_overhead.value) / target.seconds) if target.seconds > 0.0 else 1.0
-        if target.items > 1 and target == self._target_forward:
-            self._shortest_wait = min(wait, self._shortest_wait or wait)
-            return 1.0  # all of the forward's items tell of it
+        if target.items > 1:
+            heard = next((each for each in self._recent if each.forward == target), None)
+            if heard is not None:
+                heard.shortest_wait = min(heard.shortest_wait, wait)
+                return 1.0  # all of the forward's items tell of it
+            self._recent.appendleft(_Heard(target, wait))
+            if len(self._recent) > _RECENT:
+                self._target_wait.add(self._recent.pop().shortest_wait)
         self.forwards += 1
-        self._target_share.add(target.items / max(1, requests))
-        if self._shortest_wait is not None:
-            self._target_wait.add(self._shortest_wait)
-        self._shortest_wait = wait if target.items > 1 else None
-        self._target_forward = target
+        if target.tokens <= target.items:
+            self.plain_forward = self.forwards
+        self._items.add(target.items)
+        self._target_share.add(target.items / max(1, self._requests()))
         return self._target.add(target.tokens, target.seconds)
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tandem.v1 import worker_pb2
+from tandem.v1 import sampling_pb2, worker_pb2
 
 from .admission import Admission
 from .callers import Callers
@@ -119,7 +119,11 @@ class Runtime:
         if not self.drafts.configured:
             return FixedGamma(0, self.speed)
         prior = self._sampled_prior if plan.sampling.temperature else self._greedy_prior
-        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed, self._crowd)
+        free = (
+            plan.sampling.acceptance_method == sampling_pb2.ACCEPTANCE_METHOD_COUPLED or not plan.sampling.temperature
+        )
+        seed = None if free else plan.sampling.seed
+        return AdaptiveGamma(self._costs, prior, plan.num_speculative_tokens, self.speed, self._crowd, seed)
 
     def target_model(self) -> str:
         """The name of the target's model."""

@@ -15,12 +15,12 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """Seconds of a forward by the tokens it computes: straight lines through the measured points, rising."""
+    """Seconds of a forward by its tokens: straight lines through the measured points, rising."""
 
     points: tuple[tuple[int, float], ...]
     """(tokens, seconds), two or more of them in rising order."""
     computes_padding: bool = True
-    """Whether feeds of unlike sizes take what as many of the largest size would."""
+    """Whether feeds of unlike sizes take what as many of the largest size would. Else only little padding is computed."""
 
     def of(self, sizes: Sequence[int]) -> float:
         """Of feeds of such sizes together."""
