@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -67,17 +68,20 @@ class Crowd:
         """Those with another one's seed: what they see may be what the other one has yet to draw."""
         self._trial = self._trial_before = self._rest = costs.forwards
         """The forwards after which requests tried last, and before that, and went without blocks."""
-        self._left = 0
+        self._trials_left = self._rests_left = 0
         """Choices that may still be of that trial, or of that rest."""
+        self._tried: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        """By request: the forward after which it tried last, or came."""
 
     def join(self, request: object, seed: int) -> None:
         """A request whose tokens are drawn with this seed, and depend on the length of blocks."""
         twins = [other for other, its in self._seeds.items() if its == seed]
         self._seeds[request] = seed
-        if twins:
-            self._twins.update((request, *twins))
-            for each in twins:
-                self._drop(each)
+        for twin in twins:
+            self._twins.add(request)
+            if twin not in self._twins:
+                self._twins.add(twin)
+                self._drop(twin)
 
     def has_twin(self, request: object) -> bool:
         """Whether what it sees must not bear upon another one's choices."""
@@ -91,6 +95,7 @@ class Crowd:
     def plan(self, request: object, chances: Sequence[float]) -> Plan:
         """For a request whose next block's tokens have these chances, by position, to be accepted."""
         self._chances[request] = chances
+        self._tried.setdefault(request, self._costs.forwards)
         self._choices += 1
         if self._choices > self._plan_until:
             self._plan_until = self._choices + _ROUNDS_OF_A_PLAN * len(self._chances)
@@ -107,30 +112,37 @@ class Crowd:
         if self._chances.pop(request, None) is not None:
             self._plan, self._plan_until = Plan(), 0
 
-    def may_try(self, reading: float = 0.0) -> bool:
+    def may_try(self, request: object, reading: float = 0.0) -> bool:
         """Whether a request may draft a token where the plan has none, although the draft has so many seconds to read before. All that
         come from the same forward may, and then none for long: one block costs the others nearly as much as one for each of them."""
         now = self._costs.forwards
         rounds = self._plan.trial_rounds + reading / self._plan.plain_seconds
-        joins = now == self._trial and self._left > 0
-        since = now - (self._trial_before if joins else self._trial)
-        if since < max(_LEAST_INTERVAL, rounds / _TRIAL_BUDGET):
+        joins = now == self._trial and self._trials_left > 0
+        last = self._trial_before if joins else self._trial
+        # Its own time counts too: else who has much to read would wait for ever on those who have little.
+        if now - last < _LEAST_INTERVAL or now - min(last, self._tried[request]) < rounds / _TRIAL_BUDGET:
             return False
         if not joins:
-            self._trial_before, self._trial, self._left = self._trial, now, round(self._costs.batch)
-        self._left -= 1  # where no block comes of it, nothing is heard that would end it
+            self._trial_before, self._trial, self._trials_left = self._trial, now, self._at_most
+        self._trials_left -= 1  # where no block comes of it, nothing is heard that would end it
+        self._tried[request] = now
         return True
 
     def rests(self) -> bool:
         """Whether a request goes without a block although the plan has some: all do after the same forward."""
         now = self._costs.forwards
-        if now == self._rest and self._left > 0:
-            self._left -= 1
+        if now == self._rest and self._rests_left > 0:
+            self._rests_left -= 1
             return True
         if now - max(self._rest, self._costs.plain_forward) < _PLAIN_INTERVAL:
             return False
-        self._rest, self._left = now, round(self._costs.batch) - 1
+        self._rest, self._rests_left = now, self._at_most - 1
         return True
+
+    @property
+    def _at_most(self) -> int:
+        """Requests that may come from one forward."""
+        return max(len(self._chances), ceil(self._costs.batch))
 
     def _best(self) -> Plan:
         yields = _Yields(list(self._chances.values()))

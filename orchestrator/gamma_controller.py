@@ -276,6 +276,7 @@ class AdaptiveGamma:
         self._speed = speed
         self._prior = prior
         self._acceptance = Acceptance(prior, longest)
+        self._first_chances = list(accumulate(prior.by_position(longest), mul))
         self._persistence = Persistence(longest)
         self._longest = longest
         self._gamma = min(_FIRST_BLOCK, longest)
@@ -320,8 +321,7 @@ class AdaptiveGamma:
     def _choose_in(self, crowd: Crowd, longest: int, room: int, to_read: int) -> Choice:
         """By what is best for all that it shares forwards with."""
         chances = self._persistence.chances(self._acceptance.by_position(longest))
-        told = list(accumulate(self._prior.by_position(longest), mul)) if crowd.has_twin(self) else chances
-        plan = crowd.plan(self, told)
+        plan = crowd.plan(self, self._first_chances if crowd.has_twin(self) else chances)
         gamma, tokens = block_worth(chances[: plan.depth], plan.price)
         reading = self._costs.reading_seconds(to_read) if to_read > ORDINARY_TOKENS else 0.0
         dear = reading > room * plan.plain_seconds * (1.0 - 1.0 / plan.speedup) if reading else False
@@ -333,7 +333,7 @@ class AdaptiveGamma:
         self._since_trial += 1
         # Where the others draft, a block of one's own costs little; else all try in the same round.
         alone = plan.depth and not reading
-        if not (self._since_trial >= self._interval if alone else crowd.may_try(reading)):
+        if not (self._since_trial >= self._interval if alone else crowd.may_try(self, reading)):
             return Choice(0, "best", plan.speedup)
         self._since_trial = 0
         self._trial_expected = chances[0]
@@ -357,15 +357,22 @@ class AdaptiveGamma:
     def finish(self) -> None:
         """Hands on what was learnt."""
         self._acceptance.hand_on()
-        left = max(0.0, _TRIAL_BUDGET * self._rounds - self._trials_lost)
-        self._prior.saved = min(self._prior.saved + _SAVED * left, _MOST_SAVED)
+        left = self._settle_trials()
+        self._prior.saved = min(self._prior.saved + _SAVED * max(0.0, left), _MOST_SAVED)
         if self._crowd is not None:
             self._crowd.leave(self)
 
     def withdraw(self) -> None:
         """Lets nobody have a choice depend on it."""
+        self._settle_trials()
         if self._crowd is not None:
             self._crowd.forget(self)
+
+    def _settle_trials(self) -> float:
+        """What is left of the rounds that it might have spent on trials; where it ends before it could, others' savings pay."""
+        left = _TRIAL_BUDGET * self._rounds - self._trials_lost
+        self._prior.saved = max(0.0, self._prior.saved + min(0.0, left))
+        return left
 
     def _settle(self, rates: list[float], *, cut: bool) -> None:
         best = max(range(len(rates)), key=rates.__getitem__)

@@ -42,8 +42,9 @@ _SLOPE_OF_ONE = 0.05
 """Cost of one more token over that of the forward, where a single size was ever timed."""
 _LEAST_SHARE = 0.2
 """A smaller forward than any timed is taken to cost at least this share of the smallest one timed."""
-_RECENT = 8
+_RECENT = 16
 """Forwards among which one that is told of again is looked for."""
+_FAR_BELOW = 0.5
 TOGETHER = 1.5
 """Requests in a forward from which on waiting for others is the rule."""
 
@@ -321,7 +322,7 @@ class RoundCosts:
         work = block * self._draft.seconds(self._draft_batch.value)
         beyond = max(0.0, waited - draft.seconds)
         alone = self.batch <= TOGETHER and draft.items <= max(1, draft.forwards)
-        if alone or beyond < self._draft_overhead.value:
+        if alone or beyond < _FAR_BELOW * self._draft_overhead.value:
             self._draft_overhead.add(beyond)
         # Alone nothing of what was drafted ahead.
         mine = draft.seconds if alone else max(0.0, waited - self._draft_overhead.value)
@@ -335,8 +336,8 @@ class RoundCosts:
         if target.forwards != 1:
             return 1.0
         beyond = max(0.0, waited - target.seconds)
-        # Among others it is mostly a wait for theirs; but no overhead is longer than what any round took.
-        if (self.batch <= TOGETHER and target.items <= 1) or beyond < self._target_overhead.value:
+        # Among others it is mostly a wait for theirs; but an overhead that rounds are far below is wrong.
+        if (self.batch <= TOGETHER and target.items <= 1) or beyond < _FAR_BELOW * self._target_overhead.value:
             self._target_overhead.add(beyond)
         wait = max(1.0, (waited - self._target_overhead.value) / target.seconds) if target.seconds > 0.0 else 1.0
         if target.items > 1:

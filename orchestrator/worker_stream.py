@@ -377,7 +377,8 @@ class Replica(Generic[ItemT, AnswerT]):
                 self._wake.clear()
             if self._meanwhile:
                 # Behind the write, which is handed to gRPC before it waits for anything.
-                self._loop.call_soon(_call_all, self._meanwhile)
+                for meanwhile in self._meanwhile:
+                    self._loop.call_soon(meanwhile)
                 self._meanwhile = []
             await call.write(self._kind.pack(items, releases))
 
@@ -427,11 +428,6 @@ def _first_batch(items: list[ItemT]) -> int:
         if size > MAX_BATCH_BYTES:
             return max(index, 1)
     return min(len(items), MAX_ITEMS_PER_BATCH)
-
-
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

@@ -189,7 +189,7 @@ class JoinedLayers:
 
     def _step(self, hidden: torch.Tensor, positions: torch.Tensor, real: torch.Tensor | None) -> _Step:
         size = (positions.shape[0], hidden.shape[0])
-        if real is not None or hidden.shape[0] > _MOST_KEPT or torch.compiler.is_compiling():
+        if real is not None or torch.compiler.is_compiling() or hidden.shape[0] > _MOST_KEPT:
             return self._places(hidden, positions, real)
         if size not in self._kept:
             self._kept[size] = self._places(hidden, positions, None)

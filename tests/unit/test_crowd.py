@@ -342,7 +342,7 @@ def test_an_overhead_that_was_too_long_falls_among_others_too() -> None:
     for number in range(60):
         for _ in range(4):
             costs.observe(plain(0.06, 0.055 + 1e-6 * number, 4))
-    assert costs.overhead < 0.01
+    assert costs.overhead < 0.012
 
 
 def test_one_request_at_each_of_two_targets_is_alone() -> None:
@@ -394,7 +394,7 @@ def test_trials_that_bring_no_block_are_not_made_again_at_once() -> None:
     for _ in range(50):
         for request in requests:
             crowd.plan(request, [0.01])
-            tried.append(crowd.may_try())
+            tried.append(crowd.may_try(request))
     assert sum(tried) == len(requests)
 
 
@@ -402,13 +402,15 @@ def test_who_has_much_to_read_does_not_try_because_another_may() -> None:
     _, crowd, requests = crowd_of(4)
     for request in requests:
         crowd.plan(request, [0.01])
-    assert crowd.may_try()
-    assert not crowd.may_try(reading=1000.0)
-    assert crowd.may_try()
+    assert crowd.may_try(requests[0])
+    assert not crowd.may_try(requests[1], reading=1000.0)
+    assert crowd.may_try(requests[2])
 
 
 def test_all_go_without_a_block_now_and_then_to_know_what_that_takes() -> None:
     costs, crowd, requests = crowd_of(4)
+    for request in requests:
+        crowd.plan(request, [0.9])
     rested = []
     for number in range(200):
         resting = [crowd.rests() for _ in requests]

@@ -153,6 +153,23 @@ def test_short_requests_come_back_together() -> None:
     assert min([request(0.9) for _ in range(40)][20:]) > 24
 
 
+def test_what_requests_have_saved_is_spent_by_those_that_end_early() -> None:
+    """Each may go on for a thousand tokens, but ends after twenty: what it can spend on a trial by then, and on reading for it, isn't much."""
+    machine, costs, prior = Machine(0.1, 0.02), RoundCosts(), AcceptancePrior()
+    tried = set()
+    for number in range(200):
+        policy, unread = AdaptiveGamma(costs, prior, LONGEST, SpeedEstimate(costs)), 300
+        for done in range(20):
+            gamma = policy.choose(1000 - done, None, unread).gamma
+            unread = 1 if gamma else unread + 1
+            seen = [float(machine.chance.random() < 0.02)] if gamma else []
+            policy.observe(seen, machine.times(min(gamma, 1)))
+            if gamma:
+                tried.add(number)
+        policy.finish()
+    assert 0 < len([number for number in tried if number >= 50]) < 50, "of 150"
+
+
 def test_it_does_not_oscillate() -> None:
     machine, controller = Machine(0.1, 0.05), adaptive()
     run(controller, machine, 100, lambda _: 0.7)
