@@ -441,3 +441,29 @@ def test_requests_with_one_seed_do_not_tell_each_other_what_they_see() -> None:
 
     assert choices(0.99, (1, 2)) != choices(0.01, (1, 2))
     assert choices(0.99, (7, 7)) == choices(0.01, (7, 7))
+
+
+def test_who_has_more_to_read_tries_too_once_it_has_waited_long_enough() -> None:
+    """Others with little to read try again and again, and don't put it off for ever."""
+    costs, crowd, (little, much, *_) = crowd_of(4)
+    tried = []
+    for number in range(1000):
+        for request, reading in ((little, 0.0), (much, 0.2)):  # two plain rounds
+            crowd.plan(request, [0.01])
+            if crowd.may_try(request, reading) and request is much:
+                tried.append(number)
+        costs.observe(plain(0.1, 0.1 + 1e-6 * number, 4))
+    assert 1 <= len(tried) <= 1000 * 0.0075 / 2 + 1
+
+
+def test_all_rest_although_more_share_a_forward_than_was_thought() -> None:
+    costs, crowd, requests = crowd_of(4)
+    for number in range(40):
+        costs.observe(plain(0.1, 0.1 + 1e-6 * number, 2))
+    assert costs.batch < 3
+    for request in requests:
+        crowd.plan(request, [0.9])
+    for number in range(200):
+        costs.observe(RoundTimes(0, None, 0.1, None, WorkerTime(0.2 + 1e-6 * number, 1, 4, 2)))
+    assert [crowd.rests() for _ in requests] == [True] * 4
+    assert not crowd.rests()
